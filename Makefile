@@ -217,7 +217,7 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed
 # kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines
 # have none of.
 MARKS = not nightly
-TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_lending.py \
+TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_zero_copy.py \
     tests/native/test_regions.py tests/native/test_endings.py tests/native/test_sessions.py
 asan: PART = asan
 asan: $(VENV)/.installed

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/owner_memory.py
 
 Prints seconds of processor time a GB, of source and reader together (one process), so that it can be read on a machine
-that others share: reads of 64 MiB of pieces picked at random out of 256 MiB, the median and the least of nine.
+that others share: reads of 64 MiB of elements chosen at random out of 256 MiB, the median and the least of nine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def register(core: native.Core, region: int, is_foreign: bool, value: int) -> ob
     return own
 
 
-def measure(lane: str, piece: int, is_summed: bool, is_source_foreign: bool, is_target_foreign: bool) -> list[float]:
+def measure(
+    lane: str, element: int, is_checksummed: bool, is_source_foreign: bool, is_target_foreign: bool
+) -> list[float]:
     key, seconds = os.urandom(32), []
     with tempfile.TemporaryDirectory() as directory:
         (one, source), (other, reader) = core_of("source", directory), core_of("reader", directory)
@@ -53,11 +55,13 @@ def measure(lane: str, piece: int, is_summed: bool, is_source_foreign: bool, is_
         kept = [register(source, 1, is_source_foreign, 7), register(reader, 2, is_target_foreign, 1)]
         rng = np.random.default_rng(1)
         for _ in range(ROUNDS):
-            order = np.asarray(rng.permutation(TOTAL // piece)[: MOVED // piece], np.uint32)
-            to, of = (native.Ranges(np.array([[r, 0, piece, piece, TOTAL // piece]], np.uint64)) for r in (2, 1))
-            post = reader.prepare_fetch(one, native.Pieces(to, order), native.Pieces(of, order), lanes=[LANES[lane]])
+            order = np.asarray(rng.permutation(TOTAL // element)[: MOVED // element], np.uint32)
+            to, of = (native.Ranges(np.array([[r, 0, element, element, TOTAL // element]], np.uint64)) for r in (2, 1))
+            post = reader.prepare_fetch(
+                one, native.Elements(to, order), native.Elements(of, order), lanes=[LANES[lane]]
+            )
             begun = time.process_time()
-            post.start(next(_ids).to_bytes(16, "big"), 60 * 10**9, wants_sums=is_summed)
+            post.start(next(_ids).to_bytes(16, "big"), 60 * 10**9, wants_checksums=is_checksummed)
             ends: list[native.TransferFinal] = []
             while not ends:
                 ends = [event for event in reader.take(10**9) if isinstance(event, native.TransferFinal)]
@@ -70,14 +74,14 @@ def measure(lane: str, piece: int, is_summed: bool, is_source_foreign: bool, is_
 
 
 def main() -> None:
-    print("| lane | pieces | checksums | kvxfer's memory | the source's is another's | the reader's is | both are |")
+    print("| lane | elements | checksums | kvxfer's memory | the source's is another's | the reader's is | both are |")
     print("|---|---|---|---|---|---|---|")
-    for lane, piece, is_summed in itertools.product(LANES, (4096, 65536, 1 << 20), (True, False)):
+    for lane, element, is_checksummed in itertools.product(LANES, (4096, 65536, 1 << 20), (True, False)):
         cells = []
         for is_target_foreign, is_source_foreign in itertools.product((False, True), repeat=2):
-            seconds = measure(lane, piece, is_summed, is_source_foreign, is_target_foreign)
+            seconds = measure(lane, element, is_checksummed, is_source_foreign, is_target_foreign)
             cells.append(f"{seconds[ROUNDS // 2]:.2f} ({seconds[0]:.2f})")
-        print(f"| {lane} | {piece >> 10}K | {'on' if is_summed else 'off'} | {' | '.join(cells)} |", flush=True)
+        print(f"| {lane} | {element >> 10}K | {'on' if is_checksummed else 'off'} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

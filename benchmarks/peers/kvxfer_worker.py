@@ -3,7 +3,7 @@
 ``how`` of a job: ``{"lane", "lists": "prepared" | "one-shot", "via": "post" | "pull"}``. ``post`` takes descriptors (a
 READ fetches, a WRITE pushes); prepared: both lists are prepared once a block size, the plan of this transfer is made
 before the clock starts. One-shot: lists of addresses in, prepared, planned and posted while the clock runs. ``pull`` is
-a pull under a grant. ``{"checks": ...}``: when a post's bytes are summed, where that is not left to the default.
+a pull under a grant. ``{"checks": ...}``: when a post's bytes are checksummed, where that is not left to the default.
 ``{"limit": ...}`` runs a limit instead.
 
 Settings: ``limits`` (the compiled limits.cpp), ``shared`` (pool memory that kvxfer allocates, for the mapped lane).

@@ -176,7 +176,7 @@ class Code(enum.Enum):
     memory_gone = 21
 
 class AgentRef:
-    """One life of one agent."""
+    """One incarnation of one agent."""
 
     def __init__(self, agent_id: str, number: int, boot_nonce: bytes) -> None: ...
 
@@ -199,10 +199,10 @@ class AgentRef:
 
 class Ranges:
     """
-    Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of pieces.
+    Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of elements.
     """
 
-    def __init__(self, grids: Annotated[NDArray[numpy.uint64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None: ...
+    def __init__(self, rows: Annotated[NDArray[numpy.uint64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None: ...
 
     @property
     def count(self) -> int: ...
@@ -211,19 +211,19 @@ class Ranges:
     def uniform_bytes(self) -> int: ...
 
     @property
-    def grid_count(self) -> int: ...
+    def row_count(self) -> int: ...
 
     @property
     def is_table(self) -> bool: ...
 
     @property
-    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+    def rows(self) -> list[tuple[int, int, int, int, int]]: ...
 
     def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
-        """Bytes of each piece."""
+        """Bytes of each element."""
 
 class Extent:
-    """Some blocks of a pool, or some pieces of ranges, in order."""
+    """Some blocks of a pool, or some elements of ranges, in order."""
 
     @property
     def pool(self) -> int: ...
@@ -236,7 +236,7 @@ class Extent:
 
     @property
     def blocks(self) -> list[int]:
-        """The block ids, or piece ids, that are meant."""
+        """The block ids, or element ids."""
 
     @property
     def ranges(self) -> Ranges | None: ...
@@ -265,15 +265,15 @@ class RegionInfo:
     def is_exposed(self) -> bool: ...
 
 class WireList:
-    """Pieces of regions as a frame carries them; no picks: all."""
+    """Elements of regions as a frame carries them; no indices: all."""
 
-    def __init__(self, grids: Sequence[tuple[int, int, int, int, int]], picks: Sequence[int] = []) -> None: ...
-
-    @property
-    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, int]], indices: Sequence[int] = []) -> None: ...
 
     @property
-    def picks(self) -> list[int]: ...
+    def rows(self) -> list[tuple[int, int, int, int, int]]: ...
+
+    @property
+    def indices(self) -> list[int]: ...
 
 class Hello:
     def __init__(self, step: HelloStep, agent: AgentRef, peer: AgentRef, nonce: bytes, mac: bytes) -> None: ...
@@ -294,10 +294,10 @@ class Hello:
     def mac(self) -> bytes: ...
 
 class Pull:
-    def __init__(self, id: bytes, attempt: int, nonce: int, lane: Lane, first: int, count: int, block_bytes: int, digest: bytes, wait_ms: int, content: bytes = ..., wants_sums: bool = False) -> None: ...
+    def __init__(self, id: bytes, attempt: int, nonce: int, lane: Lane, first: int, count: int, block_bytes: int, digest: bytes, wait_ms: int, content_digest: bytes = ..., wants_checksums: bool = False) -> None: ...
 
     @property
-    def wants_sums(self) -> bool: ...
+    def wants_checksums(self) -> bool: ...
 
     @property
     def id(self) -> bytes: ...
@@ -327,19 +327,19 @@ class Pull:
     def wait_ms(self) -> int: ...
 
     @property
-    def content(self) -> bytes: ...
+    def content_digest(self) -> bytes: ...
 
 class Fetch:
-    def __init__(self, pull: Pull, pieces: WireList) -> None: ...
+    def __init__(self, pull: Pull, elements: WireList) -> None: ...
 
     @property
     def pull(self) -> Pull: ...
 
     @property
-    def pieces(self) -> WireList: ...
+    def elements(self) -> WireList: ...
 
 class Push:
-    def __init__(self, id: bytes, lane: Lane, source: WireList, to: WireList, deadline_ms: int = 0, wants_sums: bool = False, notification: bytes | None = None, turn: int = 0, is_last: bool = True) -> None: ...
+    def __init__(self, id: bytes, lane: Lane, source: WireList, to: WireList, deadline_ms: int = 0, wants_checksums: bool = False, notification: bytes | None = None, turn: int = 0, is_last: bool = True) -> None: ...
 
     @property
     def id(self) -> bytes: ...
@@ -357,7 +357,7 @@ class Push:
     def deadline_ms(self) -> int: ...
 
     @property
-    def wants_sums(self) -> bool: ...
+    def wants_checksums(self) -> bool: ...
 
     @property
     def turn(self) -> int: ...
@@ -388,7 +388,7 @@ class Done:
         """Bytes: a peer may send anything."""
 
 class Ready:
-    def __init__(self, id: bytes, attempt: int, seq: int, blocks: int, layers: int, total: int, complete: bool, ttl_ms: int, pool: int, ids_first: int, ids: Sequence[int], sums: Sequence[int] = []) -> None: ...
+    def __init__(self, id: bytes, attempt: int, seq: int, blocks: int, layers: int, total: int, complete: bool, ttl_ms: int, pool: int, ids_first: int, ids: Sequence[int], checksums: Sequence[int] = []) -> None: ...
 
     @property
     def id(self) -> bytes: ...
@@ -424,10 +424,10 @@ class Ready:
     def ids(self) -> list[int]: ...
 
     @property
-    def sums(self) -> list[int]: ...
+    def checksums(self) -> list[int]: ...
 
 class Data:
-    def __init__(self, id: bytes, attempt: int, first: int, count: int, complete: bool, payload_bytes: int, has_sums: bool = False, is_lent: bool = False) -> None: ...
+    def __init__(self, id: bytes, attempt: int, first: int, count: int, complete: bool, payload_bytes: int, has_checksums: bool = False, is_zero_copy: bool = False) -> None: ...
 
     @property
     def id(self) -> bytes: ...
@@ -448,10 +448,10 @@ class Data:
     def payload_bytes(self) -> int: ...
 
     @property
-    def has_sums(self) -> bool: ...
+    def has_checksums(self) -> bool: ...
 
     @property
-    def is_lent(self) -> bool: ...
+    def is_zero_copy(self) -> bool: ...
 
 class Confirm:
     def __init__(self, id: bytes, nonce: int) -> None: ...
@@ -611,7 +611,9 @@ def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Relea
 def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done | Queued) -> str: ...
 
 class Decoder:
-    """Bytes in, in any cut; frames out, or ProtocolError once and for ever."""
+    """
+    Takes bytes in any chunks; gives frames, or ProtocolError once and for ever.
+    """
 
     def __init__(self) -> None: ...
 
@@ -672,7 +674,7 @@ class SendData:
     def source(self) -> Extent: ...
 
     @property
-    def sums(self) -> list[int]: ...
+    def checksums(self) -> list[int]: ...
 
     @property
     def serial(self) -> int: ...
@@ -703,7 +705,7 @@ class ReadBlocks:
     def to(self) -> Extent: ...
 
     @property
-    def sums(self) -> list[int]: ...
+    def checksums(self) -> list[int]: ...
 
     @property
     def remote_pool(self) -> int: ...
@@ -849,7 +851,7 @@ class SessionUp:
     def kind(self) -> SessionKind: ...
 
 class PoolInfo:
-    def __init__(self, id: int, block_count: int, block_bytes: int, digest: bytes, is_shareable: bool, is_exposed: bool = False, checks: bool = False) -> None: ...
+    def __init__(self, id: int, block_count: int, block_bytes: int, digest: bytes, is_shareable: bool, is_exposed: bool = False, has_checksums: bool = False) -> None: ...
 
 class Ledger:
     def __init__(self, info: PoolInfo) -> None: ...
@@ -905,10 +907,10 @@ class GrantLimits:
     def ttl_ns(self, arg: int, /) -> None: ...
 
     @property
-    def life_max_ns(self) -> int: ...
+    def lifetime_max_ns(self) -> int: ...
 
-    @life_max_ns.setter
-    def life_max_ns(self, arg: int, /) -> None: ...
+    @lifetime_max_ns.setter
+    def lifetime_max_ns(self, arg: int, /) -> None: ...
 
     @property
     def wait_max_ns(self) -> int: ...
@@ -1050,7 +1052,9 @@ class EndpointLimits:
 
     @property
     def lanes(self) -> int:
-        """What this agent reads by and serves: bit `1 << lane` each."""
+        """
+        The lanes that this agent reads by and serves: bit `1 << lane` for each.
+        """
 
     @lanes.setter
     def lanes(self, arg: int, /) -> None: ...
@@ -1161,7 +1165,7 @@ class EndpointCounts:
 class GrantTable:
     def __init__(self, limits: GrantLimits) -> None: ...
 
-    def grant(self, id: bytes, ledger: Ledger, blocks: Sequence[int], reader: str, ttl_ns: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def grant(self, id: bytes, ledger: Ledger, blocks: Sequence[int], reader: str, ttl_ns: int, now_ns: int, content_digest: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def expect(self, id: bytes, reader: str) -> None: ...
 
@@ -1169,9 +1173,9 @@ class GrantTable:
 
     def has_begun(self, id: bytes) -> bool: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_grant(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, sums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, checksums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def end(self, id: bytes, event: GrantEvent, now_ns: int, why: str = '') -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
@@ -1189,7 +1193,7 @@ class GrantTable:
 
     def on_cancel(self, session: int, cancel: Cancel) -> None: ...
 
-    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_lent: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_zero_copy: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def data_failed(self, id: bytes, code: Code, text: str, now_ns: int, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
@@ -1244,7 +1248,7 @@ class Endpoint:
 
     def remove_pool(self, pool: int) -> None: ...
 
-    def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int, content_digest: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def expect(self, id: bytes, reader: str) -> None: ...
 
@@ -1256,11 +1260,11 @@ class Endpoint:
 
     def unreserve(self, id: bytes, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_grant(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def give_up(self, id: bytes, source: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_pull(self, id: bytes, source: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, sums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, checksums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def end_grant(self, id: bytes, event: GrantEvent, now_ns: int, why: str = '') -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
@@ -1270,16 +1274,16 @@ class Endpoint:
 
     def is_granted(self, id: bytes, serial: int, now_ns: int) -> bool: ...
 
-    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Sequence[int], first: int, lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, content: bytes = ..., wants_sums: bool = False, count: int = 0, granted_ns: int = 0, tells_granted: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Sequence[int], first: int, lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, content_digest: bytes = ..., wants_checksums: bool = False, count: int = 0, granted_ns: int = 0, tells_granted: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def becoming_ready(self, id: bytes, blocks: int) -> tuple[int, list[int]]:
         """
-        The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.
+        The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.
         """
 
-    def set_guest_key(self, key: bytes) -> None: ...
+    def accept_bearer_key(self, key: bytes) -> None: ...
 
-    def set_root(self, root: bytes) -> None: ...
+    def accept_derived_keys(self, cluster_secret: bytes) -> None: ...
 
     def is_connected(self, peer: AgentRef) -> bool: ...
 
@@ -1287,12 +1291,12 @@ class Endpoint:
 
     def remove_region(self, region: int, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]:
         """
-        True: it is gone. False: busy; call again once what lands there has drained.
+        True: it is removed. False: busy; call again once reads into it have drained.
         """
 
-    def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def push(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def push(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def cancel(self, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
@@ -1312,7 +1316,7 @@ class Endpoint:
 
     def on_frame(self, session: int, frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done | Queued, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_lent: bool = False, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_zero_copy: bool = False, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def data_failed(self, id: bytes, code: Code, text: str, now_ns: int, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
@@ -1342,7 +1346,7 @@ def hmac_sha256(key: bytes, message: bytes) -> bytes: ...
 
 class SessionRefused:
     """
-    A session that never came up, and why; `peer` is None where nobody had said who dials.
+    A session that never came up, and why; `peer` is None if the dialer was not yet known.
     """
 
     @property
@@ -1359,7 +1363,7 @@ class SessionRefused:
 
 class CoreFailed:
     """
-    The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.
+    The IO thread ended with an internal error: nothing is read or written any more, every call raises.
     """
 
     @property
@@ -1367,7 +1371,7 @@ class CoreFailed:
 
 class CoreStatistics:
     """
-    What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.
+    Counters of a core; `connections` and `sessions_*` (except refused) are current values, the others only grow.
     """
 
     @property
@@ -1383,24 +1387,22 @@ class CoreStatistics:
 
     @property
     def bytes_streamed_in(self) -> int:
-        """Over TCP and Unix sockets, into blocks and pieces."""
+        """Over TCP and Unix sockets, into blocks and elements."""
 
     @property
     def bytes_streamed_out(self) -> int: ...
 
     @property
     def bytes_spliced_out(self) -> int:
-        """Of those, what went to peers under this kernel without a copy."""
+        """Those sent zero-copy to peers under this kernel."""
 
     @property
     def bytes_discarded(self) -> int:
-        """Payload that came for reads that were over."""
+        """Payload for reads that had ended."""
 
     @property
     def runs_mapped(self) -> int:
-        """
-        Stretches of memory that were copied, neighbours being one; the same of `runs_cma`.
-        """
+        """Contiguous runs of memory that were copied; `runs_cma` the same."""
 
     @property
     def runs_cma(self) -> int: ...
@@ -1414,12 +1416,12 @@ class CoreStatistics:
 
     @property
     def gets_ucx_most(self) -> int:
-        """Gets of one read that were in flight at once, the most so far."""
+        """The most gets of one read that were in flight at once."""
 
     @property
     def runs_streamed_out(self) -> int:
         """
-        Stretches of blocks that were offered to the kernel; again, where it took not all.
+        Runs of blocks that were offered to the kernel, counted again if it did not take all.
         """
 
     @property
@@ -1434,7 +1436,7 @@ class CoreStatistics:
 
     @property
     def wakeups(self) -> int:
-        """Times that the event loop looked at its sockets, or slept on them."""
+        """Times that the event loop polled its sockets, or slept on them."""
 
     @property
     def connections(self) -> int: ...
@@ -1451,7 +1453,7 @@ class CoreStatistics:
     @property
     def sessions_ended(self) -> int:
         """
-        That were up, for what one side did: sent what is no frame, asked too often for what it may not have.
+        Sessions that were up, and ended because one side sent a malformed frame or too many refused requests.
         """
 
     @property
@@ -1462,31 +1464,35 @@ class CoreStatistics:
 
     @property
     def mappings(self) -> int:
-        """Pools and regions that peers let this agent read by a one-sided lane."""
+        """
+        Pools and regions of peers that this agent may read by a one-sided lane.
+        """
 
     @property
     def mappings_refused(self) -> int: ...
 
     @property
     def checksum_failures(self) -> int:
-        """Reads thrown away because bytes came that the source had not sent."""
+        """
+        Reads thrown away because their bytes did not match the source's checksums.
+        """
 
 class Region:
     """
-    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a
-    pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
+    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays mapped while this object, a view of its buffer or a
+    pool over it exists. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
     """
 
     def __init__(self, nbytes: int, *, populate: bool = True, huge: str = 'auto') -> None:
         """
-        `populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: "auto" (where the
-        host has them), "never", "require" (raises LimitExceededError where it has none). Raises LaneUnavailableError where the host gives
-        processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.
+        `populate` makes every page resident now, so that a lack of memory shows here. `huge` pages: "auto" (if the host has them),
+        "never", "require" (raises LimitExceededError if it has none). Raises LaneUnavailableError if the host gives processes no sealed
+        shared memory: memfd_create is forbidden, or the kernel is too old.
         """
 
     @property
     def page_bytes(self) -> int:
-        """Of most of its pages."""
+        """The size of most of its pages."""
 
     @property
     def address(self) -> int: ...
@@ -1495,11 +1501,11 @@ class Region:
     def nbytes(self) -> int: ...
 
     def fileno(self) -> int:
-        """The memfd, which stays the region's: for a look from another process."""
+        """The memfd, which the region owns: another process can map it."""
 
-class Pieces:
+class Elements:
     """
-    A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.
+    A list of elements of registered memory: elements `ids` (uint32, shape [n]) of `ranges`, in this order.
     """
 
     def __init__(self, ranges: Ranges, ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
@@ -1513,38 +1519,38 @@ class Pieces:
 
 class PreparedPost:
     """
-    A read or write of a peer's pieces that can be started again and again, by any thread: see Core.
+    A read or write of a peer's elements that can be started again and again, by any thread: see Core.
     """
 
-    def start(self, id: bytes, timeout_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> None:
+    def start(self, id: bytes, timeout_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> None:
         """
-        Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when
-        `timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises
+        Start one transfer `id` (16 bytes never used before). It ends in TransferFinal and TransferDrained, after `timeout_ns` at the
+        latest. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises
         InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.
         """
 
 class Core:
     """
     One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are
-    nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.
+    nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). Events come through `fileno()` and `drain()`.
     """
 
     def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread') -> None:
         """
-        `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
+        `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
-        `mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: "thread", the core's own alone; "caller",
-        also a thread that posts, drains or waits.
+        `mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: "thread", only the core's own;
+        "caller", also a thread that posts, drains or waits.
         """
 
     def start(self) -> None:
         """
-        Listen and start the thread. Raises TransportError where a socket cannot be bound.
+        Listen and start the thread. Raises TransportError if a socket cannot be bound.
         """
 
     def close(self) -> None:
         """
-        Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.
+        Drop every session and join the thread. Idempotent; afterwards only `drain` and reading methods may be called.
         """
 
     @property
@@ -1563,165 +1569,167 @@ class Core:
 
     def fileno(self) -> int:
         """
-        An eventfd, readable while `drain` has something to give. Valid as long as the object.
+        An eventfd, readable while `drain` has events. Valid as long as the object.
         """
 
     def drain(self) -> list[GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
         """
-        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress "caller", and where
-        there is nothing, the calling thread looks at the sockets first.
+        The events since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress "caller", if there
+        are none, the calling thread polls the sockets first.
         """
 
     def wait(self, timeout_ns: int) -> bool:
         """
-        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With
+        Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. With
         progress "caller" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
         """
         Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the
-        lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.
+        lengths add up to `block_bytes`. Raises InvalidArgumentError if a block would leave the region.
         """
 
     def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]], device: int = -1) -> None:
         """
-        Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
-        CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.
+        Blocks in foreign memory; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
+        CUDA device that has it; -1: host memory. Raises LaneUnavailableError if that device cannot be used.
         """
 
     def set_digest(self, pool: int, digest: bytes) -> None:
         """
-        What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).
+        Change the digest (32 bytes) of a pool's record: later pulls from it, and by it, are judged by this one.
         """
 
     def remove_pool(self, pool: int) -> None:
         """
-        Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        Raises BlocksBusyError while a block is granted, reserved or quarantined. When it returns, the core no longer uses the memory.
         """
 
     def add_region(self, info: RegionInfo, region: Region) -> None:
         """
-        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError where
+        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError if
         the id is or was taken, or the region is shorter than `info.bytes`.
         """
 
     def add_foreign_region(self, info: RegionInfo, address: int, nbytes: int, owner: object | None, device: int = -1) -> None:
         """
-        Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as
+        Register foreign memory; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as
         of `add_foreign_pool`.
         """
 
     def remove_region(self, id: int) -> None:
         """
-        Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory
-        is not touched any more.
+        Ends every peer's read and write of it. Raises BlocksBusyError while an own fetch may still write there. When it returns, the core
+        no longer uses the memory.
         """
 
-    def prepare_fetch(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
+    def prepare_fetch(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.
+        Reads the peer's elements `remote` into own elements `local`, one for one, of equal lengths; the start checks all of it.
         `lanes`: allowed, best first.
         """
 
-    def prepare_push(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
+    def prepare_push(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until
+        Has the peer read own elements `local` into its `remote`; otherwise as `prepare_fetch`. Own elements must stay unchanged until
         TransferFinal, and their memory until TransferDrained.
         """
 
-    def set_guest_key(self, key: bytes) -> None:
+    def accept_bearer_key(self, key: bytes) -> None:
         """
-        From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of
-        it is up, and a little longer where it has reads or writes under way.
+        From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,
+        and a little longer while its reads or writes are in progress.
         """
 
-    def set_root(self, root: bytes) -> None:
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
         """
-        From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is
-        known from then on.
+        From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`
+        (32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.
         """
 
     def is_connected(self, peer: AgentRef) -> bool:
-        """Whether a session with exactly this life is up."""
+        """Whether a session with exactly this incarnation is up."""
 
     def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
         """
-        How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the
-        peer is on another host. Called again, it replaces what was said.
+        The address and the key (32 bytes) of one incarnation of an agent. `tcp_host` is a numeric address; `unix_path` is empty if the peer is
+        on another host. A later call replaces them.
         """
 
     def peer_dead(self, peer: AgentRef) -> None: ...
 
-    def grant(self, id: bytes, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, reader: str, ttl_ns: int, ready_blocks: int = 0, content: bytes = ...) -> None:
+    def grant(self, id: bytes, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, reader: str, ttl_ns: int, ready_blocks: int = 0, content_digest: bytes = ...) -> None:
         """
-        `reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content`: 32 bytes that say what the blocks
-        hold; a reader that says otherwise is refused. Zero says nothing.
+        `reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content_digest`: 32 bytes over the content
+        of the blocks; a reader with another digest is refused. Zero: not given.
         """
 
     def expect(self, id: bytes, *, reader: str) -> None:
         """
-        The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `decline`.
+        The engine here accepted the prompt of `id`: early pulls of it get QUEUED. `reader` as of `grant`. Ends by `grant` or `abort_grant`.
         """
 
     def pulse(self, has_work: bool, took_in: bool) -> None:
         """
-        A sign of life of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at
-        its last such pulse.
+        A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: it has taken in all requests that had reached
+        it by its last such pulse.
         """
 
     def has_begun(self, id: bytes) -> bool:
         """Whether the reader of the grant `id` has asked for blocks of it."""
 
-    def decline(self, id: bytes) -> None:
-        """The grant `id` will never be made here: whoever waits for it is told."""
+    def abort_grant(self, id: bytes) -> None:
+        """
+        The grant `id` will never be made here: readers that wait for it get grant_revoked.
+        """
 
     def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         """
-        The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.
+        The first `blocks` blocks are written and stay unchanged. If their pool has checksums, computes those of the new ones.
         """
 
     def end_grant(self, id: bytes, event: GrantEvent, why: str = '') -> GrantState:
         """
-        `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. `why` is told to its reader.
+        `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. The reader gets `why`.
         """
 
     def bind_grant(self, id: bytes, reader: str) -> str:
         """
-        Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns which
-        agent alone may read it; empty: none yet, or none ever.
+        Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns the
+        only agent that may read it; empty: none yet, or never.
         """
 
     def grant_state(self, id: bytes) -> GrantState | None: ...
 
-    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, content: bytes = ..., wants_sums: bool = False, count: int = 0, granted_ns: int = 0, tells_granted: bool = False) -> None:
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, content_digest: bytes = ..., wants_checksums: bool = False, count: int = 0, granted_ns: int = 0, tells_granted: bool = False) -> None:
         """
-        Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until
-        TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where
-        not 0: how long the transfer may take from the moment in which it heard of its grant. `tells_granted`: TransferGranted is told also
-        where it has blocks.
+        Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The core owns the blocks until
+        TransferDrained. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: the grant must exist by then; `granted_ns`, if not 0: the
+        time limit of the transfer from the moment when it hears of its grant. `tells_granted`: also send TransferGranted to a pull that has
+        blocks.
         """
 
     def reserve(self, id: bytes, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0) -> None:
         """
-        Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgumentError where it is over or has some.
+        Give blocks to a pull that has none, for grant positions `first`... Raises InvalidArgumentError if it has ended or has blocks.
         """
 
     def unreserve(self, id: bytes) -> bool:
         """
-        Take the blocks of a pull back whose grant is not known to exist; it waits on without them. False: they are in use, or it is over.
+        Take back the blocks of a pull whose grant is not known to exist; it waits on without them. False: they are in use, or it has ended.
         """
 
     def cancel(self, id: bytes) -> None: ...
 
-    def give_up(self, id: bytes, source: AgentRef) -> None:
+    def abort_pull(self, id: bytes, source: AgentRef) -> None:
         """
-        `id` will never be pulled from `source`: lets it know, where it can be reached.
+        `id` will never be pulled from `source`: tells the source, if it can be reached.
         """
 
     def transfer_state(self, id: bytes) -> TransferState | None:
         """
-        Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.
+        The state of a pull, fetch or push, also for some time after its end; None if it is unknown. Fast enough for polling.
         """
 
     def notify(self, to: AgentRef, payload: bytes) -> int:
@@ -1729,9 +1737,9 @@ class Core:
         Returns the notification's number, which NotifDelivered or NotifFailed will name.
         """
 
-    def hold_notifications(self, bytes: int) -> None:
+    def set_unfetched_notification_bytes(self, bytes: int) -> None:
         """
-        How many bytes of the notifications that were taken still wait for the program: they count as those that wait here.
+        How many bytes of taken notifications the program has not fetched: they count as waiting here.
         """
 
     def counts(self) -> EndpointCounts: ...
@@ -1740,26 +1748,24 @@ class Core:
 
 def crc32c(buffer: object, value: int = 0) -> int:
     """
-    CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, going on from `value`, the checksum of what came before it.
+    CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, continuing from `value`, the checksum of the bytes before it.
     """
 
 def crc32c_methods() -> list[str]:
-    """
-    The ways to compute it on this CPU, the one in use first, `portable` last.
-    """
+    """The CRC32C methods of this CPU, the one in use first, `portable` last."""
 
 def crc32c_by(name: str, buffer: object, value: int = 0) -> int:
     """crc32c() by one of crc32c_methods(), to compare them."""
 
 def cma_obstacle(pid: int = 0) -> str:
     """
-    Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
-    With a process id: why it cannot read that one.
+    Why this process can read no other process of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
+    With a process id: why it cannot read that process.
     """
 
 def cma_missing_calls() -> str:
     """
-    Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.
+    Why this process cannot make the system calls of the `cma` lane (process_vm_readv, pidfd_open); empty: it can.
     """
 
 class UcxProbe:
@@ -1771,17 +1777,17 @@ class UcxProbe:
 
     @property
     def version(self) -> str:
-        """Empty where it could not be loaded."""
+        """Empty if it could not be loaded."""
 
     @property
     def path(self) -> str:
         """
-        Of the library that is loaded, which is the first that this process asked for.
+        The path of the loaded library, which is the first that this process asked for.
         """
 
     @property
     def transports(self) -> list[str]:
-        """By UCX's names, as our context has them."""
+        """UCX's names of our context's transports."""
 
     @property
     def has_rdma(self) -> bool: ...
@@ -1792,5 +1798,5 @@ class UcxProbe:
 
 def probe_ucx(path: str, *, tls: str = '') -> UcxProbe:
     """
-    Loads the libucp at `path` into this process, for good, and asks it. `tls`: as UCX_TLS; empty is what a core takes by default.
+    Loads the libucp at `path` into this process, permanently, and queries it. `tls`: as UCX_TLS; empty: a core's default.
     """

@@ -47,12 +47,12 @@ class PyCore {
     return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
   }
 
-  // What is asked of a peer: a post or a pull of so many pieces, a notification. Where callers run the event loop, this call may
+  // What is asked of a peer: a post or a pull of so many elements, a notification. Where callers run the event loop, this call may
   // copy and send, and does it without the GIL. Otherwise a small one only enters the endpoint, which takes microseconds, and
   // keeps the GIL: to get it back from a thread that computes in Python can take 5 ms.
   template <class F>
-  auto ask(size_t pieces, F&& call) {
-    return core_.is_run_by_callers() || pieces > kSmallList ? without_gil(std::forward<F>(call)) : call();
+  auto ask(size_t elements, F&& call) {
+    return core_.is_run_by_callers() || elements > kSmallList ? without_gil(std::forward<F>(call)) : call();
   }
 
   void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments,
@@ -93,18 +93,18 @@ class PyCore {
   std::map<uint32_t, nb::object> owners_, region_owners_;
 };
 
-// Some pieces of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
-struct PyPieces {
-  PieceList list;
+// Some elements of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
+struct PyElements {
+  ElementList list;
 };
 
-void bind_pieces(nb::module_& m) {
-  nb::class_<PyPieces>(m, "Pieces", "A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.")
+void bind_elements(nb::module_& m) {
+  nb::class_<PyElements>(m, "Elements", "A list of elements of registered memory: elements `ids` (uint32, shape [n]) of `ranges`, in this order.")
       .def("__init__",
-           [](PyPieces* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyPieces{PieceList{ranges.ranges, to_ids(ids)}}; },
+           [](PyElements* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyElements{ElementList{ranges.ranges, to_ids(ids)}}; },
            nb::arg("ranges"), nb::arg("ids"))
-      .def_prop_ro("ranges", [](const PyPieces& self) { return PyRanges{self.list.ranges}; })
-      .def_prop_ro("ids", [](const PyPieces& self) {
+      .def_prop_ro("ranges", [](const PyElements& self) { return PyRanges{self.list.ranges}; })
+      .def_prop_ro("ids", [](const PyElements& self) {
         auto* kept = new IdList(self.list.ids);
         const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<IdList*>(p); });
         return nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>((*kept)->data(), {(*kept)->size()}, owner);
@@ -124,10 +124,10 @@ int region_buffer(PyObject* object, Py_buffer* view, int flags) {
 PyType_Slot region_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)}, {0, nullptr}};
 
 void bind_events(nb::module_& m) {
-  nb::class_<SessionRefused>(m, "SessionRefused", "A session that never came up, and why; `peer` is None where nobody had said who dials.")
+  nb::class_<SessionRefused>(m, "SessionRefused", "A session that never came up, and why; `peer` is None if the dialer was not yet known.")
       .def_ro("peer", &SessionRefused::peer).def_ro("kind", &SessionRefused::kind).def_ro("code", &SessionRefused::code)
       .def_ro("text", &SessionRefused::text);
-  nb::class_<CoreFailed>(m, "CoreFailed", "The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.")
+  nb::class_<CoreFailed>(m, "CoreFailed", "The IO thread ended with an internal error: nothing is read or written any more, every call raises.")
       .def_ro("text", &CoreFailed::text);
 }
 
@@ -142,34 +142,34 @@ struct CoreStatistics {
 
 void bind_statistics(nb::module_& m) {
   using S = CoreStatistics;
-  nb::class_<S>(m, "CoreStatistics", "What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.")
+  nb::class_<S>(m, "CoreStatistics", "Counters of a core; `connections` and `sessions_*` (except refused) are current values, the others only grow.")
       .def_ro("bytes_mapped", &S::bytes_mapped, "Copied out of peers' mapped pools.")
       .def_ro("bytes_cma", &S::bytes_cma, "Copied out of peers' memory by the kernel.")
       .def_ro("bytes_ucx", &S::bytes_ucx)
-      .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and pieces.")
+      .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and elements.")
       .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
-      .def_ro("bytes_spliced_out", &S::bytes_spliced_out, "Of those, what went to peers under this kernel without a copy.")
-      .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
-      .def_ro("runs_mapped", &S::runs_mapped, "Stretches of memory that were copied, neighbours being one; the same of `runs_cma`.")
+      .def_ro("bytes_spliced_out", &S::bytes_spliced_out, "Those sent zero-copy to peers under this kernel.")
+      .def_ro("bytes_discarded", &S::bytes_discarded, "Payload for reads that had ended.")
+      .def_ro("runs_mapped", &S::runs_mapped, "Contiguous runs of memory that were copied; `runs_cma` the same.")
       .def_ro("runs_cma", &S::runs_cma)
       .def_ro("calls_cma", &S::calls_cma, "Of process_vm_readv.")
       .def_ro("gets_ucx", &S::gets_ucx)
-      .def_ro("gets_ucx_most", &S::gets_ucx_most, "Gets of one read that were in flight at once, the most so far.")
-      .def_ro("runs_streamed_out", &S::runs_streamed_out, "Stretches of blocks that were offered to the kernel; again, where it took not all.")
+      .def_ro("gets_ucx_most", &S::gets_ucx_most, "The most gets of one read that were in flight at once.")
+      .def_ro("runs_streamed_out", &S::runs_streamed_out, "Runs of blocks that were offered to the kernel, counted again if it did not take all.")
       .def_ro("calls_streamed_out", &S::calls_streamed_out, "System calls that offered them.")
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
-      .def_ro("wakeups", &S::wakeups, "Times that the event loop looked at its sockets, or slept on them.")
+      .def_ro("wakeups", &S::wakeups, "Times that the event loop polled its sockets, or slept on them.")
       .def_ro("connections", &S::connections)
       .def_ro("sessions_tcp", &S::sessions_tcp)
       .def_ro("sessions_unix", &S::sessions_unix)
       .def_ro("sessions_refused", &S::sessions_refused)
-      .def_ro("sessions_ended", &S::sessions_ended, "That were up, for what one side did: sent what is no frame, asked too often for what it may not have.")
+      .def_ro("sessions_ended", &S::sessions_ended, "Sessions that were up, and ended because one side sent a malformed frame or too many refused requests.")
       .def_ro("dials", &S::dials)
       .def_ro("dials_failed", &S::dials_failed)
-      .def_ro("mappings", &S::mappings, "Pools and regions that peers let this agent read by a one-sided lane.")
+      .def_ro("mappings", &S::mappings, "Pools and regions of peers that this agent may read by a one-sided lane.")
       .def_ro("mappings_refused", &S::mappings_refused)
-      .def_ro("checksum_failures", &S::checksum_failures, "Reads thrown away because bytes came that the source had not sent.");
+      .def_ro("checksum_failures", &S::checksum_failures, "Reads thrown away because their bytes did not match the source's checksums.");
 }
 
 CoreStatistics snapshot(PyCore& self) {
@@ -191,20 +191,20 @@ HugePages to_huge_pages(const std::string& word) {
 
 void bind_region(nb::module_& m) {
   nb::class_<PyRegion>(m, "Region", nb::type_slots(region_slots),
-                     "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a\n"
-                     "pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.")
+                     "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays mapped while this object, a view of its buffer or a\n"
+                     "pool over it exists. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.")
       .def("__init__",
            [](PyRegion* self, uint64_t nbytes, bool populate, const std::string& huge) {
              new (self) PyRegion{without_gil([&] { return std::make_shared<Region>(nbytes, populate, to_huge_pages(huge)); })};
            },
            nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true, nb::arg("huge") = "auto",
-           "`populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: \"auto\" (where the\n"
-           "host has them), \"never\", \"require\" (raises LimitExceededError where it has none). Raises LaneUnavailableError where the host gives\n"
-           "processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.")
-      .def_prop_ro("page_bytes", [](const PyRegion& r) { return r.region->page_bytes(); }, "Of most of its pages.")
+           "`populate` makes every page resident now, so that a lack of memory shows here. `huge` pages: \"auto\" (if the host has them),\n"
+           "\"never\", \"require\" (raises LimitExceededError if it has none). Raises LaneUnavailableError if the host gives processes no sealed\n"
+           "shared memory: memfd_create is forbidden, or the kernel is too old.")
+      .def_prop_ro("page_bytes", [](const PyRegion& r) { return r.region->page_bytes(); }, "The size of most of its pages.")
       .def_prop_ro("address", [](const PyRegion& r) { return reinterpret_cast<uintptr_t>(r.region->address()); })
       .def_prop_ro("nbytes", [](const PyRegion& r) { return r.region->bytes(); })
-      .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which stays the region's: for a look from another process.");
+      .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which the region owns: another process can map it.");
 }
 
 ProgressMode to_progress(const std::string& word) {
@@ -222,18 +222,18 @@ struct PyPreparedPost {
   void (Core::*method)(PostSpec);
   PostSpec common;
 
-  void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
+  void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_checksums) const {
     PostSpec spec = common;
     spec.id = id;
     spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
-    spec.wants_sums = wants_sums;
+    spec.wants_checksums = wants_checksums;
     if (notification) spec.notification = std::string(view(*notification));
     core.ask(common.local.count(), [&] { (core.core().*method)(std::move(spec)); });
   }
 };
 
 template <auto Method>
-PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local, const PyPieces& remote, std::vector<Lane> lanes) {
+PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyElements& local, const PyElements& remote, std::vector<Lane> lanes) {
   PyPreparedPost prepared{self, Method, {}};
   prepared.common.peer = peer;
   prepared.common.local = local.list;
@@ -243,17 +243,17 @@ PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local
 }
 
 void bind_prepared_post(nb::module_& m) {
-  nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's pieces that can be started again and again, by any thread: see Core.")
-      .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
-           "Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when\n"
-           "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises\n"
+  nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's elements that can be started again and again, by any thread: see Core.")
+      .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false,
+           "Start one transfer `id` (16 bytes never used before). It ends in TransferFinal and TransferDrained, after `timeout_ns` at the\n"
+           "latest. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises\n"
            "InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.");
 }
 
 void bind_core_class(nb::module_& m) {
   nb::class_<PyCore>(m, "Core",
                      "One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are\n"
-                     "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.")
+                     "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). Events come through `fileno()` and `drain()`.")
       .def("__init__",
            [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path,
               std::string ucx_library, std::string ucx_tls, unsigned copy_threads, const std::string& progress) {
@@ -263,33 +263,33 @@ void bind_core_class(nb::module_& m) {
            nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
            nb::arg("ucx_library") = "", nb::arg("ucx_tls") = "", nb::arg("copy_threads") = 0,
            nb::arg("progress") = "thread",
-           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).\n"
+           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
-           "`mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own alone; \"caller\",\n"
-           "also a thread that posts, drains or waits.")
-      .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError where a socket cannot be bound.")
-      .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.")
+           "`mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: \"thread\", only the core's own;\n"
+           "\"caller\", also a thread that posts, drains or waits.")
+      .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError if a socket cannot be bound.")
+      .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and reading methods may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
       .def_prop_ro("tcp_port", [](PyCore& self) { return self.core().tcp_port(); }, "The port that the core listens on; 0 before start.")
       .def_prop_ro("unix_path", [](PyCore& self) { return self.core().unix_path(); })
       .def_prop_ro("ucx_obstacle", [](PyCore& self) { return self.core().ucx_obstacle(); }, "Why the `ucx` lane is off; empty: it is on.")
       .def("fileno", [](PyCore& self) { return self.core().shared().event_fd(); },
-           "An eventfd, readable while `drain` has something to give. Valid as long as the object.")
+           "An eventfd, readable while `drain` has events. Valid as long as the object.")
       .def("drain",
            [](PyCore& self) -> std::vector<OwnerEvent> {
              self.core().shared().check_process();
              const bool runs_loop = self.core().is_run_by_callers() && !self.core().shared().has_events();
              return runs_loop ? without_gil([&] { return self.core().drain(); }) : self.core().drain();
            },
-           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress \"caller\", and where\n"
-           "there is nothing, the calling thread looks at the sockets first.")
+           "The events since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress \"caller\", if there\n"
+           "are none, the calling thread polls the sockets first.")
       .def("wait",
            [](PyCore& self, uint64_t timeout_ns) {
              self.core().shared().check_process();
              return without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
            },
            nb::arg("timeout_ns"),
-           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With\n"
+           "Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. With\n"
            "progress \"caller\" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
@@ -297,99 +297,99 @@ void bind_core_class(nb::module_& m) {
            },
            nb::arg("info"), nb::arg("region"), nb::arg("segments"),
            "Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the\n"
-           "lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.")
+           "lengths add up to `block_bytes`. Raises InvalidArgumentError if a block would leave the region.")
       .def("add_foreign_pool", &PyCore::add_foreign_pool, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(), nb::arg("segments"),
            nb::arg("device") = -1,
-           "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
-           "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.")
+           "Blocks in foreign memory; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
+           "CUDA device that has it; -1: host memory. Raises LaneUnavailableError if that device cannot be used.")
       .def("set_digest", &PyCore::set_digest, nb::arg("pool"), nb::arg("digest"),
-           "What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).")
+           "Change the digest (32 bytes) of a pool's record: later pulls from it, and by it, are judged by this one.")
       .def("remove_pool", &PyCore::remove_pool, nb::arg("pool"),
-           "Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.")
+           "Raises BlocksBusyError while a block is granted, reserved or quarantined. When it returns, the core no longer uses the memory.")
       .def("add_region",
            [](PyCore& self, const RegionInfo& info, const PyRegion& region) {
              without_gil([&] { self.core().add_region(info, region.region, nullptr); });
            },
            nb::arg("info"), nb::arg("region"),
-           "Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError where\n"
+           "Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError if\n"
            "the id is or was taken, or the region is shorter than `info.bytes`.")
       .def("add_foreign_region", &PyCore::add_foreign_region, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(),
            nb::arg("device") = -1,
-           "Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as\n"
+           "Register foreign memory; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as\n"
            "of `add_foreign_pool`.")
       .def("remove_region", &PyCore::remove_region, nb::arg("id"),
-           "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
-           "is not touched any more.")
+           "Ends every peer's read and write of it. Raises BlocksBusyError while an own fetch may still write there. When it returns, the core\n"
+           "no longer uses the memory.")
       .def("prepare_fetch", prepare<&Core::fetch>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
-           "Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.\n"
+           "Reads the peer's elements `remote` into own elements `local`, one for one, of equal lengths; the start checks all of it.\n"
            "`lanes`: allowed, best first.")
       .def("prepare_push", prepare<&Core::push>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
-           "Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until\n"
+           "Has the peer read own elements `local` into its `remote`; otherwise as `prepare_fetch`. Own elements must stay unchanged until\n"
            "TransferFinal, and their memory until TransferDrained.")
-      .def("set_guest_key",
-           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
-           "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of\n"
-           "it is up, and a little longer where it has reads or writes under way.")
-      .def("set_root",
-           [](PyCore& self, const Bytes32& root) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_root(root); }); }, nb::arg("root"),
-           "From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is\n"
-           "known from then on.")
+      .def("accept_bearer_key",
+           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_bearer_key(key); }); }, nb::arg("key"),
+           "From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,\n"
+           "and a little longer while its reads or writes are in progress.")
+      .def("accept_derived_keys",
+           [](PyCore& self, const Bytes32& secret) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_derived_keys(secret); }); }, nb::arg("cluster_secret"),
+           "From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`\n"
+           "(32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.")
       .def("is_connected",
            [](PyCore& self, const AgentRef& peer) { return self.act([&](Endpoint& e, Nanos, Effects&) { return e.is_connected(peer); }); }, nb::arg("peer"),
-           "Whether a session with exactly this life is up.")
+           "Whether a session with exactly this incarnation is up.")
       .def("set_peer",
            [](PyCore& self, const AgentRef& peer, const Bytes32& key, std::string tcp_host, uint16_t tcp_port, std::string unix_path) {
              without_gil([&] { self.core().shared().set_peer(peer, key, {std::move(tcp_host), tcp_port, std::move(unix_path)}); });
            },
            nb::arg("peer"), nb::arg("key"), nb::kw_only(), nb::arg("tcp_host"), nb::arg("tcp_port"), nb::arg("unix_path"),
-           "How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the\n"
-           "peer is on another host. Called again, it replaces what was said.")
+           "The address and the key (32 bytes) of one incarnation of an agent. `tcp_host` is a numeric address; `unix_path` is empty if the peer is\n"
+           "on another host. A later call replaces them.")
       .def("peer_dead", [](PyCore& self, const AgentRef& peer) { without_gil([&] { self.core().shared().peer_dead(peer); }); }, nb::arg("peer"))
       .def("grant",
            [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-              const Bytes32& content) {
+              const Bytes32& content_digest) {
              std::vector<uint32_t> list = to_blocks(blocks);
-             without_gil([&] { self.core().grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, content); });
+             without_gil([&] { self.core().grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, content_digest); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks") = 0,
-           nb::arg("content") = Bytes32{},
-           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content`: 32 bytes that say what the blocks\n"
-           "hold; a reader that says otherwise is refused. Zero says nothing.")
+           nb::arg("content_digest") = Bytes32{},
+           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content_digest`: 32 bytes over the content\n"
+           "of the blocks; a reader with another digest is refused. Zero: not given.")
       .def("expect",
            [](PyCore& self, const TransferId& id, const std::string& reader) { self.act([&](Endpoint& e, Nanos, Effects&) { e.expect(id, reader); }); },
            nb::arg("id"), nb::kw_only(), nb::arg("reader"),
-           "The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `decline`.")
+           "The engine here accepted the prompt of `id`: early pulls of it get QUEUED. `reader` as of `grant`. Ends by `grant` or `abort_grant`.")
       .def("pulse",
            [](PyCore& self, bool has_work, bool took_in) { self.act([&](Endpoint& e, Nanos now, Effects&) { e.pulse(has_work, took_in, now); }); },
            nb::arg("has_work"), nb::arg("took_in"),
-           "A sign of life of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at\n"
-           "its last such pulse.")
+           "A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: it has taken in all requests that had reached\n"
+           "it by its last such pulse.")
       .def("has_begun",
            [](PyCore& self, const TransferId& id) {
              return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.has_begun(id); }); });
            },
            nb::arg("id"), "Whether the reader of the grant `id` has asked for blocks of it.")
-      .def("decline", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.decline(id, out); }); }, nb::arg("id"),
-           "The grant `id` will never be made here: whoever waits for it is told.")
+      .def("abort_grant", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.abort_grant(id, out); }); }, nb::arg("id"),
+           "The grant `id` will never be made here: readers that wait for it get grant_revoked.")
       .def("ready",
            [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
              without_gil([&] { self.core().ready(id, blocks, layers, complete); });
            },
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false,
-           "The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.")
+           "The first `blocks` blocks are written and stay unchanged. If their pool has checksums, computes those of the new ones.")
       .def("end_grant",
            [](PyCore& self, const TransferId& id, GrantEvent event, const std::string& why) {
              return without_gil([&] { return self.core().shared().end_grant(id, event, why); });
            },
            nb::arg("id"), nb::arg("event"), nb::arg("why") = "",
-           "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. `why` is told to its reader.")
+           "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. The reader gets `why`.")
       .def("bind_grant",
            [](PyCore& self, const TransferId& id, const std::string& reader) {
              return self.act([&](Endpoint& e, Nanos now, Effects&) { return e.bind_grant(id, reader, now); });
            },
            nb::arg("id"), nb::arg("reader"),
-           "Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns which\n"
-           "agent alone may read it; empty: none yet, or none ever.")
+           "Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns the\n"
+           "only agent that may read it; empty: none yet, or never.")
       .def("grant_state",
            [](PyCore& self, const TransferId& id) {
              return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.grant_state(id, monotonic_now()); }); });
@@ -397,7 +397,7 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns, bool tells_granted) {
+              Nanos deadline_ns, const Bytes32& content_digest, bool wants_checksums, uint32_t count, Nanos granted_ns, bool tells_granted) {
              TransferSpec spec;
              spec.tells_granted = tells_granted;
              spec.id = id;
@@ -408,50 +408,50 @@ void bind_core_class(nb::module_& m) {
              spec.lanes = std::move(lanes);
              spec.deadline = deadline_ns;
              spec.granted_ns = granted_ns;
-             spec.content = content;
-             spec.wants_sums = wants_sums;
+             spec.content_digest = content_digest;
+             spec.wants_checksums = wants_checksums;
              self.ask(blocks.size(), [&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
+           nb::arg("deadline_ns") = kNever, nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
            nb::arg("tells_granted") = false,
-           "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
-           "TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where\n"
-           "not 0: how long the transfer may take from the moment in which it heard of its grant. `tells_granted`: TransferGranted is told also\n"
-           "where it has blocks.")
+           "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The core owns the blocks until\n"
+           "TransferDrained. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: the grant must exist by then; `granted_ns`, if not 0: the\n"
+           "time limit of the transfer from the moment when it hears of its grant. `tells_granted`: also send TransferGranted to a pull that has\n"
+           "blocks.")
       .def("reserve",
            [](PyCore& self, const TransferId& id, const BlockArray& blocks, uint32_t first) {
              std::vector<uint32_t> list = to_blocks(blocks);
              self.act([&](Endpoint& e, Nanos now, Effects& out) { e.reserve(id, std::move(list), first, now, out); });
            },
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0,
-           "Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgumentError where it is over or has some.")
+           "Give blocks to a pull that has none, for grant positions `first`... Raises InvalidArgumentError if it has ended or has blocks.")
       .def("unreserve",
            [](PyCore& self, const TransferId& id) { return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.unreserve(id, now, out); }); },
            nb::arg("id"),
-           "Take the blocks of a pull back whose grant is not known to exist; it waits on without them. False: they are in use, or it is over.")
+           "Take back the blocks of a pull whose grant is not known to exist; it waits on without them. False: they are in use, or it has ended.")
       .def("cancel",
            [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
-      .def("give_up",
+      .def("abort_pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source) {
-             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.give_up(id, source, now, out); });
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.abort_pull(id, source, now, out); });
            },
-           nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: lets it know, where it can be reached.")
+           nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: tells the source, if it can be reached.")
       .def("transfer_state",
            [](PyCore& self, const TransferId& id) {
              const auto state = [&](const Endpoint& e) { return e.transfer_state(id); };
-             if (auto seen = self.core().shared().try_look(state)) return *seen;  // most often: who polls should not give the GIL away for it
+             if (auto seen = self.core().shared().try_look(state)) return *seen;  // most often: a polling thread should keep the GIL
              return without_gil([&] { return self.core().shared().look(state); });
            },
-           nb::arg("id"), "Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.")
+           nb::arg("id"), "The state of a pull, fetch or push, also for some time after its end; None if it is unknown. Fast enough for polling.")
       .def("notify",
            [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
              std::string text(view(payload));
              return self.ask(1, [&] { return self.core().notify(to, std::move(text)); });
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
-      .def("hold_notifications", [](PyCore& self, size_t bytes) { self.core().shared().hold_notifications(bytes); }, nb::arg("bytes"),
-           "How many bytes of the notifications that were taken still wait for the program: they count as those that wait here.")
+      .def("set_unfetched_notification_bytes", [](PyCore& self, size_t bytes) { self.core().shared().set_unfetched_notification_bytes(bytes); }, nb::arg("bytes"),
+           "How many bytes of taken notifications the program has not fetched: they count as waiting here.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })
       .def("statistics", &snapshot);
 }
@@ -462,7 +462,7 @@ void bind_core(nb::module_& m) {
   bind_events(m);
   bind_statistics(m);
   bind_region(m);
-  bind_pieces(m);
+  bind_elements(m);
   bind_prepared_post(m);
   bind_core_class(m);
   bind_lanes(m);

@@ -4,52 +4,52 @@
 namespace kvxfer {
 namespace {
 
-using GridTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint32_t>;
+using RangeTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint32_t>;
 
-std::vector<Grid> to_grids(const std::vector<GridTuple>& tuples) {
-  std::vector<Grid> grids;
-  for (const auto& [region, offset, stride, length, count] : tuples) grids.push_back({region, offset, stride, length, count});
-  return grids;
+std::vector<StridedRange> to_strided(const std::vector<RangeTuple>& tuples) {
+  std::vector<StridedRange> rows;
+  for (const auto& [region, offset, stride, length, count] : tuples) rows.push_back({region, offset, stride, length, count});
+  return rows;
 }
 
-std::vector<GridTuple> to_tuples(const std::vector<Grid>& grids) {
-  std::vector<GridTuple> tuples;
-  for (const Grid& g : grids) tuples.emplace_back(g.region, g.offset, g.stride, g.length, g.count);
+std::vector<RangeTuple> to_tuples(const std::vector<StridedRange>& rows) {
+  std::vector<RangeTuple> tuples;
+  for (const StridedRange& g : rows) tuples.emplace_back(g.region, g.offset, g.stride, g.length, g.count);
   return tuples;
 }
 
-using GridArray = nb::ndarray<const uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+using RowArray = nb::ndarray<const uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
-PyRanges to_ranges(const GridArray& rows) {
-  std::vector<Grid> grids(rows.shape(0));
-  for (size_t i = 0; i < grids.size(); ++i) {
-    const uint64_t* row = rows.data() + 5 * i;
+PyRanges to_ranges(const RowArray& array) {
+  std::vector<StridedRange> rows(array.shape(0));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint64_t* row = array.data() + 5 * i;
     if (row[0] > UINT32_MAX || row[4] > UINT32_MAX) throw Error(Code::invalid_argument, "range " + std::to_string(i) + ": region and count have 32 bits");
-    grids[i] = Grid{static_cast<uint32_t>(row[0]), row[1], row[2], row[3], static_cast<uint32_t>(row[4])};
+    rows[i] = StridedRange{static_cast<uint32_t>(row[0]), row[1], row[2], row[3], static_cast<uint32_t>(row[4])};
   }
-  return PyRanges{std::make_shared<const Ranges>(std::move(grids))};
+  return PyRanges{std::make_shared<const Ranges>(std::move(rows))};
 }
 
 }  // namespace
 
 void bind_ranges(nb::module_& m) {
-  nb::class_<PyRanges>(m, "Ranges", "Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of pieces.")
-      .def("__init__", [](PyRanges* self, const GridArray& grids) { new (self) PyRanges(to_ranges(grids)); }, nb::arg("grids"))
+  nb::class_<PyRanges>(m, "Ranges", "Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of elements.")
+      .def("__init__", [](PyRanges* self, const RowArray& rows) { new (self) PyRanges(to_ranges(rows)); }, nb::arg("rows"))
       .def_prop_ro("count", [](const PyRanges& r) { return r.ranges->count(); })
       .def_prop_ro("uniform_bytes", [](const PyRanges& r) { return r.ranges->uniform_bytes(); })
-      .def_prop_ro("grid_count", [](const PyRanges& r) { return r.ranges->grids().size(); })
+      .def_prop_ro("row_count", [](const PyRanges& r) { return r.ranges->rows().size(); })
       .def_prop_ro("is_table", [](const PyRanges& r) { return r.ranges->is_table(); })
-      .def_prop_ro("grids", [](const PyRanges& r) { return to_tuples(r.ranges->grids()); })
+      .def_prop_ro("rows", [](const PyRanges& r) { return to_tuples(r.ranges->rows()); })
       .def("lengths", [](const PyRanges& r) {
         const uint32_t count = r.ranges->count();
         auto* lengths = new uint64_t[count];
         for (uint32_t i = 0; i < count; ++i) lengths[i] = r.ranges->bytes_of(i);
         nb::capsule owner(lengths, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
         return nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>(lengths, {count}, owner);
-      }, "Bytes of each piece.");
-  nb::class_<Extent>(m, "Extent", "Some blocks of a pool, or some pieces of ranges, in order.")
+      }, "Bytes of each element.");
+  nb::class_<Extent>(m, "Extent", "Some blocks of a pool, or some elements of ranges, in order.")
       .def_ro("pool", &Extent::pool).def_ro("first", &Extent::first).def_ro("count", &Extent::count)
-      .def_prop_ro("blocks", &ids_of, "The block ids, or piece ids, that are meant.")
+      .def_prop_ro("blocks", &ids_of, "The block ids, or element ids.")
       .def_prop_ro("ranges", [](const Extent& e) { return e.ranges ? std::optional(PyRanges{e.ranges}) : std::nullopt; });
   nb::class_<RegionInfo>(m, "RegionInfo", "An open-ended grant and offer of one registered region.")
       .def("__init__",
@@ -60,12 +60,12 @@ void bind_ranges(nb::module_& m) {
            nb::arg("is_exposed") = true)
       .def_ro("id", &RegionInfo::id).def_ro("bytes", &RegionInfo::bytes).def_ro("can_read", &RegionInfo::can_read)
       .def_ro("can_write", &RegionInfo::can_write).def_ro("is_shareable", &RegionInfo::is_shareable).def_ro("is_exposed", &RegionInfo::is_exposed);
-  nb::class_<WireList>(m, "WireList", "Pieces of regions as a frame carries them; no picks: all.")
+  nb::class_<WireList>(m, "WireList", "Elements of regions as a frame carries them; no indices: all.")
       .def("__init__",
-           [](WireList* w, const std::vector<GridTuple>& grids, std::vector<uint32_t> picks) { new (w) WireList{to_grids(grids), std::move(picks)}; },
-           nb::arg("grids"), nb::arg("picks") = std::vector<uint32_t>{})
-      .def_prop_ro("grids", [](const WireList& w) { return to_tuples(w.grids); })
-      .def_ro("picks", &WireList::picks);
+           [](WireList* w, const std::vector<RangeTuple>& rows, std::vector<uint32_t> indices) { new (w) WireList{to_strided(rows), std::move(indices)}; },
+           nb::arg("rows"), nb::arg("indices") = std::vector<uint32_t>{})
+      .def_prop_ro("rows", [](const WireList& w) { return to_tuples(w.rows); })
+      .def_ro("indices", &WireList::indices);
 }
 
 void bind_frames(nb::module_& m) {
@@ -77,26 +77,26 @@ void bind_frames(nb::module_& m) {
   nb::class_<Pull>(m, "Pull")
       .def("__init__",
            [](Pull* f, TransferId id, uint32_t attempt, uint64_t nonce, Lane lane, uint32_t first, uint32_t count, uint64_t block_bytes, Bytes32 digest,
-              uint32_t wait_ms, Bytes32 content, bool wants_sums) {
-             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content, wants_sums};
+              uint32_t wait_ms, Bytes32 content_digest, bool wants_checksums) {
+             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content_digest, wants_checksums};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("nonce"), nb::arg("lane"), nb::arg("first"), nb::arg("count"), nb::arg("block_bytes"),
-           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false)
-      .def_ro("wants_sums", &Pull::wants_sums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
-      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content", &Pull::content);
-  nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList pieces) { new (f) Fetch{std::move(pull), std::move(pieces)}; }, nb::arg("pull"), nb::arg("pieces"))
-      .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
+           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false)
+      .def_ro("wants_checksums", &Pull::wants_checksums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
+      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content_digest", &Pull::content_digest);
+  nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList elements) { new (f) Fetch{std::move(pull), std::move(elements)}; }, nb::arg("pull"), nb::arg("elements"))
+      .def_ro("pull", &Fetch::pull).def_ro("elements", &Fetch::elements);
   nb::class_<Push>(m, "Push")
       .def("__init__",
-           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification, uint8_t turn,
+           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_checksums, std::optional<nb::bytes> notification, uint8_t turn,
               bool is_last) {
-             new (f) Push{id, lane, wants_sums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
+             new (f) Push{id, lane, wants_checksums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
                           notification ? std::string(view(*notification)) : std::string(), turn, is_last};
            },
-           nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_sums") = false,
+           nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_checksums") = false,
            nb::arg("notification") = nb::none(), nb::arg("turn") = 0, nb::arg("is_last") = true)
       .def_ro("id", &Push::id).def_ro("lane", &Push::lane).def_ro("source", &Push::from).def_ro("to", &Push::to)
-      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_sums", &Push::wants_sums).def_ro("turn", &Push::turn)
+      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_checksums", &Push::wants_checksums).def_ro("turn", &Push::turn)
       .def_ro("is_last", &Push::is_last)
       .def_prop_ro("notification", [](const Push& f) { return f.has_notification ? std::optional(to_bytes(f.notification)) : std::nullopt; });
   nb::class_<Done>(m, "Done")
@@ -108,25 +108,25 @@ void bind_frames(nb::module_& m) {
   nb::class_<Ready>(m, "Ready")
       .def("__init__",
            [](Ready* f, TransferId id, uint32_t attempt, uint32_t seq, uint32_t blocks, uint32_t layers, uint32_t total, bool complete, uint32_t ttl_ms,
-              uint32_t pool, uint32_t ids_first, std::vector<uint32_t> ids, std::vector<uint32_t> sums) {
-             new (f) Ready{id, attempt, seq, blocks, layers, total, complete, ttl_ms, pool, ids_first, std::move(ids), std::move(sums)};
+              uint32_t pool, uint32_t ids_first, std::vector<uint32_t> ids, std::vector<uint32_t> checksums) {
+             new (f) Ready{id, attempt, seq, blocks, layers, total, complete, ttl_ms, pool, ids_first, std::move(ids), std::move(checksums)};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("seq"), nb::arg("blocks"), nb::arg("layers"), nb::arg("total"), nb::arg("complete"),
-           nb::arg("ttl_ms"), nb::arg("pool"), nb::arg("ids_first"), nb::arg("ids"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("ttl_ms"), nb::arg("pool"), nb::arg("ids_first"), nb::arg("ids"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def_ro("id", &Ready::id).def_ro("attempt", &Ready::attempt).def_ro("seq", &Ready::seq).def_ro("blocks", &Ready::blocks)
       .def_ro("layers", &Ready::layers).def_ro("total", &Ready::total).def_ro("complete", &Ready::complete).def_ro("ttl_ms", &Ready::ttl_ms)
       .def_ro("pool", &Ready::pool).def_ro("ids_first", &Ready::ids_first).def_ro("ids", &Ready::ids)
-      .def_ro("sums", &Ready::sums);
+      .def_ro("checksums", &Ready::checksums);
   nb::class_<Data>(m, "Data")
       .def("__init__",
-           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_sums, bool is_lent) {
-             new (f) Data{id, attempt, first, count, complete, has_sums, is_lent, payload_bytes};
+           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_checksums, bool is_zero_copy) {
+             new (f) Data{id, attempt, first, count, complete, has_checksums, is_zero_copy, payload_bytes};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("first"), nb::arg("count"), nb::arg("complete"), nb::arg("payload_bytes"),
-           nb::arg("has_sums") = false, nb::arg("is_lent") = false)
+           nb::arg("has_checksums") = false, nb::arg("is_zero_copy") = false)
       .def_ro("id", &Data::id).def_ro("attempt", &Data::attempt).def_ro("first", &Data::first).def_ro("count", &Data::count)
-      .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes).def_ro("has_sums", &Data::has_sums)
-      .def_ro("is_lent", &Data::is_lent);
+      .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes).def_ro("has_checksums", &Data::has_checksums)
+      .def_ro("is_zero_copy", &Data::is_zero_copy);
   nb::class_<Confirm>(m, "Confirm")
       .def("__init__", [](Confirm* f, TransferId id, uint64_t nonce) { new (f) Confirm{id, nonce}; }, nb::arg("id"), nb::arg("nonce"))
       .def_ro("id", &Confirm::id).def_ro("nonce", &Confirm::nonce);
@@ -188,7 +188,7 @@ void bind_frames(nb::module_& m) {
 
   m.def("encode", [](const Frame& frame) { return to_bytes(encode(frame)); }, nb::arg("frame"), "The bytes of a frame, DATA's payload excluded.");
   m.def("kind_name", [](const Frame& frame) { return std::string(kind_name(frame)); }, nb::arg("frame"));
-  nb::class_<Decoder>(m, "Decoder", "Bytes in, in any cut; frames out, or ProtocolError once and for ever.")
+  nb::class_<Decoder>(m, "Decoder", "Takes bytes in any chunks; gives frames, or ProtocolError once and for ever.")
       .def(nb::init<>())
       .def("feed", [](Decoder& d, const nb::bytes& bytes) { d.feed(view(bytes)); }, nb::arg("data"))
       .def("next", &Decoder::next)

@@ -36,20 +36,20 @@ uint32_t run(uint32_t (*method)(const void*, size_t, uint32_t, const void*), nb:
 
 void bind_lanes(nb::module_& m) {
   m.def("crc32c", [](nb::handle buffer, uint32_t value) { return run(crc32c, buffer, value); }, nb::arg("buffer"), nb::arg("value") = 0,
-        "CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, going on from `value`, the checksum of what came before it.");
+        "CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, continuing from `value`, the checksum of the bytes before it.");
   m.def("crc32c_methods",
         [] {
           std::vector<std::string> names;
           for (const Crc32cMethod& method : crc32c_methods()) names.emplace_back(method.name);
           return names;
         },
-        "The ways to compute it on this CPU, the one in use first, `portable` last.");
+        "The CRC32C methods of this CPU, the one in use first, `portable` last.");
   m.def("crc32c_by",
         [](const std::string& name, nb::handle buffer, uint32_t value) {
           for (const Crc32cMethod& method : crc32c_methods()) {
             if (method.name == name) return run(method.run, buffer, value);
           }
-          throw Error(Code::invalid_argument, "this CPU knows no way called '" + name + "' to compute a checksum");
+          throw Error(Code::invalid_argument, "unknown CRC32C method '" + name + "'");
         },
         nb::arg("name"), nb::arg("buffer"), nb::arg("value") = 0, "crc32c() by one of crc32c_methods(), to compare them.");
   m.def("cma_obstacle",
@@ -58,10 +58,10 @@ void bind_lanes(nb::module_& m) {
           return cma_obstacle(pid);
         },
         nb::arg("pid") = 0,
-        "Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.\n"
-        "With a process id: why it cannot read that one.");
+        "Why this process can read no other process of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.\n"
+        "With a process id: why it cannot read that process.");
   m.def("cma_missing_calls", &cma_missing_calls,
-        "Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.");
+        "Why this process cannot make the system calls of the `cma` lane (process_vm_readv, pidfd_open); empty: it can.");
 }
 
 }  // namespace kvxfer

@@ -71,7 +71,7 @@ void bind_values(nb::module_& m) {
   nb::enum_<Code> code(m, "Code");
   for (uint16_t i = 0; i < kCodeCount; ++i) code.value(name(static_cast<Code>(i)), static_cast<Code>(i));
 
-  nb::class_<AgentRef>(m, "AgentRef", "One life of one agent.")
+  nb::class_<AgentRef>(m, "AgentRef", "One incarnation of one agent.")
       .def("__init__",
            [](AgentRef* self, std::string agent_id, uint64_t number, Bytes16 boot_nonce) {
              if (agent_id.empty() || agent_id.size() > kAgentIdMax) throw Error(Code::invalid_argument, "agent id must be 1 to 64 bytes");
@@ -93,11 +93,11 @@ void bind_effects(nb::module_& m) {
   nb::class_<SendFrame>(m, "SendFrame").def_ro("session", &SendFrame::session).def_ro("frame", &SendFrame::frame);
   nb::class_<SendMap>(m, "SendMap").def_ro("session", &SendMap::session).def_ro("pool", &SendMap::pool).def_ro("lane", &SendMap::lane);
   nb::class_<SendData>(m, "SendData").def_ro("session", &SendData::session).def_ro("frame", &SendData::frame).def_ro("source", &SendData::from)
-      .def_ro("sums", &SendData::sums).def_ro("serial", &SendData::serial)
+      .def_ro("checksums", &SendData::checksums).def_ro("serial", &SendData::serial)
       .def_prop_ro("pool", [](const SendData& e) { return e.from.pool; })
       .def_prop_ro("blocks", [](const SendData& e) { return ids_of(e.from); });
   nb::class_<ReadBlocks>(m, "ReadBlocks").def_ro("id", &ReadBlocks::id).def_ro("token", &ReadBlocks::token).def_ro("session", &ReadBlocks::session)
-      .def_ro("lane", &ReadBlocks::lane).def_ro("source", &ReadBlocks::from).def_ro("to", &ReadBlocks::to).def_ro("sums", &ReadBlocks::sums)
+      .def_ro("lane", &ReadBlocks::lane).def_ro("source", &ReadBlocks::from).def_ro("to", &ReadBlocks::to).def_ro("checksums", &ReadBlocks::checksums)
       .def_prop_ro("remote_pool", [](const ReadBlocks& e) { return e.from.pool; })
       .def_prop_ro("from_blocks", [](const ReadBlocks& e) { return ids_of(e.from); })
       .def_prop_ro("pool", [](const ReadBlocks& e) { return e.to.pool; })
@@ -142,11 +142,11 @@ std::vector<std::tuple<State, Event, std::optional<State>>> transitions(State la
 void bind_tables(nb::module_& m) {
   nb::class_<PoolInfo>(m, "PoolInfo")
       .def("__init__",
-           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable, bool is_exposed, bool checks) {
-             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable, is_exposed, checks};
+           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable, bool is_exposed, bool has_checksums) {
+             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable, is_exposed, has_checksums};
            },
            nb::arg("id"), nb::arg("block_count"), nb::arg("block_bytes"), nb::arg("digest"), nb::arg("is_shareable"),
-           nb::arg("is_exposed") = false, nb::arg("checks") = false);
+           nb::arg("is_exposed") = false, nb::arg("has_checksums") = false);
   nb::class_<Ledger>(m, "Ledger").def(nb::init<PoolInfo>(), nb::arg("info"))
       .def("grant", &Ledger::grant, nb::arg("blocks")).def("end_grant", &Ledger::end_grant, nb::arg("blocks"))
       .def("reserve", &Ledger::reserve, nb::arg("blocks")).def("quarantine", &Ledger::quarantine, nb::arg("blocks"))
@@ -157,7 +157,7 @@ void bind_tables(nb::module_& m) {
 
   nb::class_<GrantLimits>(m, "GrantLimits").def(nb::init<>())
       .def_rw("grants_max", &GrantLimits::grants_max).def_rw("tombstones_max", &GrantLimits::tombstones_max).def_rw("waiting_max", &GrantLimits::waiting_max)
-      .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("life_max_ns", &GrantLimits::life_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
+      .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("lifetime_max_ns", &GrantLimits::lifetime_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
       .def_rw("unknown_wait_ns", &GrantLimits::unknown_wait_ns).def_rw("queued_every_ns", &GrantLimits::queued_every_ns)
       .def_rw("away_max_ns", &GrantLimits::away_max_ns)
       .def_rw("data_bytes_max", &GrantLimits::data_bytes_max);
@@ -172,7 +172,7 @@ void bind_tables(nb::module_& m) {
       .def_rw("notification_queue_bytes_max", &EndpointLimits::notification_queue_bytes_max)
       .def_rw("notification_piece_bytes", &EndpointLimits::notification_piece_bytes)
       .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
-      .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");
+      .def_rw("lanes", &EndpointLimits::lanes, "The lanes that this agent reads by and serves: bit `1 << lane` for each.");
   nb::class_<GrantCounts>(m, "GrantCounts").def_ro("alive", &GrantCounts::alive).def_ro("waiting_pulls", &GrantCounts::waiting_pulls)
       .def_ro("expected", &GrantCounts::expected).def_ro("unread", &GrantCounts::unread).def_ro("unread_blocks", &GrantCounts::unread_blocks)
       .def_ro("released", &GrantCounts::released).def_ro("expired", &GrantCounts::expired).def_ro("revoked", &GrantCounts::revoked)
@@ -194,20 +194,20 @@ void bind_tables(nb::module_& m) {
       .def(nb::init<GrantLimits>(), nb::arg("limits"))
       .def("grant",
            [](GrantTable& t, TransferId id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now_ns,
-              const Bytes32& content) {
-             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out, content); });
+              const Bytes32& content_digest) {
+             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out, content_digest); });
            },
            nb::arg("id"), nb::arg("ledger"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("now_ns"),
-           nb::arg("content") = Bytes32{}, nb::keep_alive<1, 3>())
+           nb::arg("content_digest") = Bytes32{}, nb::keep_alive<1, 3>())
       .def("expect", &GrantTable::expect, nb::arg("id"), nb::arg("reader"))
       .def("pulse", &GrantTable::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
       .def("has_begun", &GrantTable::has_begun, nb::arg("id"))
-      .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
+      .def("abort_grant", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.abort_grant(id, out); }); }, nb::arg("id"))
       .def("ready",
-           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
-             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, sums); });
+           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& checksums) {
+             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, checksums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def("end",
            [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
              return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out, why); });
@@ -231,10 +231,10 @@ void bind_tables(nb::module_& m) {
       .def("on_renew", &GrantTable::on_renew, nb::arg("peer"), nb::arg("renew"), nb::arg("now_ns"))
       .def("on_cancel", &GrantTable::on_cancel, nb::arg("session"), nb::arg("cancel"))
       .def("data_sent",
-           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent) {
-             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
+           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_zero_copy) {
+             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_zero_copy, now_ns, out); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_zero_copy") = false)
       .def("data_failed",
            [](GrantTable& t, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
              return effects_of([&](Effects& out) { t.data_failed(id, serial, code, text, now_ns, out); });
@@ -257,11 +257,11 @@ void bind_tables(nb::module_& m) {
 template <void (Endpoint::*Act)(PostSpec, Nanos, Effects&)>
 Effects post(Endpoint& e, TransferId id, const AgentRef& peer, const PyRanges& local, std::vector<uint32_t> local_ids, const PyRanges& remote,
              std::vector<uint32_t> remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns,
-             const std::optional<nb::bytes>& notification, bool wants_sums) {
+             const std::optional<nb::bytes>& notification, bool wants_checksums) {
   const auto list = [](const PyRanges& ranges, std::vector<uint32_t> ids) {
-    return PieceList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
+    return ElementList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
   };
-  PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_sums, {}};
+  PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_checksums, {}};
   if (notification) spec.notification = std::string(view(*notification));
   return effects_of([&](Effects& out) { (e.*Act)(std::move(spec), now_ns, out); });
 }
@@ -282,11 +282,11 @@ void bind_endpoint(nb::module_& m) {
       .def("remove_pool", &Endpoint::remove_pool, nb::arg("pool"))
       .def("grant",
            [](Endpoint& e, TransferId id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-              Nanos now_ns, const Bytes32& content) {
-             return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out, content); });
+              Nanos now_ns, const Bytes32& content_digest) {
+             return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out, content_digest); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"),
-           nb::arg("content") = Bytes32{})
+           nb::arg("content_digest") = Bytes32{})
       .def("expect", &Endpoint::expect, nb::arg("id"), nb::arg("reader"))
       .def("pulse", &Endpoint::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
       .def("has_begun", &Endpoint::has_begun, nb::arg("id"))
@@ -297,17 +297,17 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("id"), nb::arg("blocks"), nb::arg("first"), nb::arg("now_ns"))
       .def("unreserve", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { return e.unreserve(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
-      .def("decline", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.decline(id, out); }); }, nb::arg("id"))
-      .def("give_up",
+      .def("abort_grant", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.abort_grant(id, out); }); }, nb::arg("id"))
+      .def("abort_pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, Nanos now_ns) {
-             return effects_of([&](Effects& out) { e.give_up(id, source, now_ns, out); });
+             return effects_of([&](Effects& out) { e.abort_pull(id, source, now_ns, out); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("now_ns"))
       .def("ready",
-           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
-             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, sums); });
+           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& checksums) {
+             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, checksums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def("end_grant",
            [](Endpoint& e, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
              return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out, why); });
@@ -318,20 +318,20 @@ void bind_endpoint(nb::module_& m) {
       .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns,
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content_digest, bool wants_checksums, uint32_t count, Nanos granted_ns,
               bool tells_granted) {
              return effects_of([&](Effects& out) {
-               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content, wants_sums, {}};
+               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content_digest, wants_checksums, {}};
                e.pull(pool, std::move(spec), now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0,
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0,
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
-           "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
-      .def("set_guest_key", &Endpoint::set_guest_key, nb::arg("key"))
-      .def("set_root", &Endpoint::set_root, nb::arg("root"))
+           "The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.")
+      .def("accept_bearer_key", &Endpoint::accept_bearer_key, nb::arg("key"))
+      .def("accept_derived_keys", &Endpoint::accept_derived_keys, nb::arg("cluster_secret"))
       .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
       .def("add_region", &Endpoint::add_region, nb::arg("info"))
       .def("remove_region",
@@ -346,13 +346,13 @@ void bind_endpoint(nb::module_& m) {
                return true;
              });
            },
-           nb::arg("region"), nb::arg("now_ns"), "True: it is gone. False: busy; call again once what lands there has drained.")
+           nb::arg("region"), nb::arg("now_ns"), "True: it is removed. False: busy; call again once reads into it have drained.")
       .def("fetch", &post<&Endpoint::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
            nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
-           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
+           nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false)
       .def("push", &post<&Endpoint::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
            nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
-           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
+           nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false)
       .def("cancel", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { e.cancel(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
       .def("transfer_state", &Endpoint::transfer_state, nb::arg("id"))
@@ -383,10 +383,10 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("session"), nb::arg("frame"), nb::arg("now_ns"))
       .def("data_sent",
-           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent, uint64_t serial) {
-             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_lent, now_ns, out, serial); });
+           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_zero_copy, uint64_t serial) {
+             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_zero_copy, now_ns, out, serial); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false,
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_zero_copy") = false,
            nb::arg("serial") = 0)
       .def("data_failed",
            [](Endpoint& e, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
@@ -413,7 +413,7 @@ void bind_endpoint(nb::module_& m) {
 
 NB_MODULE(KVXFER_MODULE_NAME, m) {
   using namespace kvxfer;
-  nb::set_leak_warnings(false);  // whoever exits with objects alive has not done wrong
+  nb::set_leak_warnings(false);  // a program may exit with objects alive
   m.doc() = "kvxfer's native core. Bad calls and failures raise the exceptions of kvxfer.errors.";
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
@@ -439,7 +439,7 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("NONE", Bug::none)
       .value("SKIP_CONFIRM", Bug::skip_confirm)
       .value("VERDICT_BEFORE_LAST_BYTE", Bug::verdict_before_last_byte)
-      .value("VERDICT_OF_LENT", Bug::verdict_of_lent)
+      .value("VERDICT_OF_ZERO_COPY", Bug::verdict_of_zero_copy)
       .value("FREE_BEFORE_DRAIN", Bug::free_before_drain)
       .value("COMMIT_TWICE", Bug::commit_twice)
       .value("RENEW_REVIVES", Bug::renew_revives)

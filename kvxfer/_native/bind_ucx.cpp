@@ -1,5 +1,5 @@
-// What `doctor` asks of a UCX library: whether it loads, and what it can do on this host. Loading one stays for the life of
-// the process, so nobody asks before the operator allowed the lane.
+// What `doctor` asks of a UCX library: whether it loads, and what it can do on this host. Loading one stays for the lifetime of
+// the process, so this is called only once the operator allowed the lane.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -19,7 +19,7 @@ struct UcxProbe {
 UcxProbe probe_ucx(const std::string& path, const std::string& tls) {
   UcxProbe probe;
   try {
-    const ucp::Library& library = ucp::load(path);
+    const ucp::UcxLibrary& library = ucp::load(path);
     probe.version = library.version;
     probe.path = library.path;
     const UcxContext context({path, tls});
@@ -38,9 +38,9 @@ UcxProbe probe_ucx(const std::string& path, const std::string& tls) {
 void bind_ucx(nb::module_& m) {
   nb::class_<UcxProbe>(m, "UcxProbe", "What a UCX library can do on this host.")
       .def_ro("obstacle", &UcxProbe::obstacle, "Why it cannot be used; empty: it can.")
-      .def_ro("version", &UcxProbe::version, "Empty where it could not be loaded.")
-      .def_ro("path", &UcxProbe::path, "Of the library that is loaded, which is the first that this process asked for.")
-      .def_ro("transports", &UcxProbe::transports, "By UCX's names, as our context has them.")
+      .def_ro("version", &UcxProbe::version, "Empty if it could not be loaded.")
+      .def_ro("path", &UcxProbe::path, "The path of the loaded library, which is the first that this process asked for.")
+      .def_ro("transports", &UcxProbe::transports, "UCX's names of our context's transports.")
       .def_ro("has_rdma", &UcxProbe::has_rdma)
       .def_ro("has_cuda", &UcxProbe::has_cuda, "It recognises device memory.");
   m.def("probe_ucx",
@@ -49,7 +49,7 @@ void bind_ucx(nb::module_& m) {
           return probe_ucx(path, tls);
         },
         nb::arg("path"), nb::kw_only(), nb::arg("tls") = "",
-        "Loads the libucp at `path` into this process, for good, and asks it. `tls`: as UCX_TLS; empty is what a core takes by default.");
+        "Loads the libucp at `path` into this process, permanently, and queries it. `tls`: as UCX_TLS; empty: a core's default.");
 }
 
 }  // namespace kvxfer

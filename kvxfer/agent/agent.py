@@ -27,7 +27,7 @@ from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
 from kvxfer.errors import ClosedError, ConfigError, InvalidArgumentError, KvxferError
-from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content
+from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content_digest
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
@@ -242,7 +242,7 @@ class Agent(AgentMemory):
             reader=reader or "",
             ready_blocks=ready_blocks,
             ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
-            content_digest=as_content(content_digest),
+            content_digest=as_content_digest(content_digest),
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
@@ -343,7 +343,7 @@ class Agent(AgentMemory):
         timeout_s = self.config.grant_wait_s if timeout_s is None else timeout_s
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
-        return PullOrder(*what, as_content(content_digest), pool.checksum)
+        return PullOrder(*what, as_content_digest(content_digest), pool.checksum)
 
     def progress(self, timeout_s: float) -> None:
         """Wait for events, at most ``timeout_s`` and 5 ms, on a thread that is not the loop's, and call ``on_ended`` of
@@ -360,7 +360,7 @@ class Agent(AgentMemory):
         runtime = self._open()
         member = runtime.peers.find(source)
         if member is not None:
-            runtime.transport.give_up(transfer_id, member.ref)
+            runtime.transport.abort_pull(transfer_id, member.ref)
 
     # --- notifications ---
 

@@ -48,7 +48,7 @@ class Grants:
                 reader=reader,
                 ttl_s=ttl_s,
                 ready_blocks=ready_blocks,
-                content=content_digest,
+                content_digest=content_digest,
             )
         except BaseException:
             self._alive.pop(transfer_id.raw, None)  # unless the end of the transport has settled it already
@@ -60,7 +60,7 @@ class Grants:
         self._transport.expect(transfer_id, reader=reader)
 
     def abort(self, transfer_id: TransferId) -> None:
-        self._transport.decline(transfer_id)
+        self._transport.abort_grant(transfer_id)
 
     def handle(self, event: _core.GrantEnded) -> None:
         grant = self._alive.pop(event.id, None)

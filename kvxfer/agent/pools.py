@@ -54,7 +54,9 @@ class AgentPools:
     def open(self, transport: Transport, publish: Callable[[list[PoolRecord]], None] | None) -> None:
         """Give the pools to the transport. ``publish`` is called with the published pools whenever they change."""
         for pool in self:
-            transport.add_pool(pool.published, pool.region, pool.segments, checks=pool.checksum == ChecksumMode.ON)
+            transport.add_pool(
+                pool.published, pool.region, pool.segments, has_checksums=pool.checksum == ChecksumMode.ON
+            )
         self._transport = transport
         if publish is not None:
             self._publish = publish
@@ -90,7 +92,7 @@ class AgentPools:
         )
         pool = Pool(published, region, segments, spec.checksum, spec.is_published, self._described)
         if self._transport is not None:
-            self._transport.add_pool(published, region, pool.segments, checks=spec.checksum == ChecksumMode.ON)
+            self._transport.add_pool(published, region, pool.segments, has_checksums=spec.checksum == ChecksumMode.ON)
         self._pools[pool_id] = pool
         if spec.is_published:
             try:

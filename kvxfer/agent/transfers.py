@@ -149,7 +149,7 @@ class Transfers:
             theirs = choose_pool(order.pool, member)
             choice = self._lanes.possible(member.ref, member.address, [order.pool], [theirs], order.lanes)
         except KvxferError:
-            self._transport.give_up(order.transfer_id, member.ref)
+            self._transport.abort_pull(order.transfer_id, member.ref)
             raise
         pull.begin(member, choice)
 

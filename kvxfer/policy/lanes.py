@@ -66,7 +66,7 @@ def is_same_host(ours: DataAddress, theirs: DataAddress) -> bool:
 def checking_lanes(lanes: Sequence[Lane], reasons: Mapping[Lane, str]) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
     """As :func:`choose_lanes`, without those on which registered memory has no checksums."""
     found = tuple(lane for lane in lanes if lane in _SENDING_LANES)
-    left_out = {lane: _NO_SUMS for lane in lanes if lane not in _SENDING_LANES}
+    left_out = {lane: _NO_CHECKSUMS for lane in lanes if lane not in _SENDING_LANES}
     return found, {lane: left_out.get(lane, reason) for lane, reason in reasons.items()}
 
 
@@ -114,7 +114,7 @@ _MERITS = {
 
 
 _SENDING_LANES = (Lane.UNIX, Lane.STREAM)
-_NO_SUMS = "checks are on, and registered memory has checksums on unix and stream alone"
+_NO_CHECKSUMS = "checksums are on, and registered memory has checksums on unix and stream alone"
 
 _DEVICE_LANES = (Lane.UCX, Lane.UNIX, Lane.STREAM)
 """These carry memory on a device; the sockets by pinned host memory, with the driver of the process that registered

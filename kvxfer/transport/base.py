@@ -1,10 +1,9 @@
-"""The seam between an agent and whatever moves its bytes: what a transport is asked, and what it reports.
+"""The interface between an agent and its transport: the calls of a transport, and its events.
 
-It decides the words of that conversation and nothing else; it must never know sockets, asyncio or a coordinator. A
-transport owns the machines of one agent (sessions, grants, transfers, notifications) and performs what they ask for.
-It is thread-safe; its calls return at once, and what happens later comes out of :meth:`Transport.drain` as the
-machines' own events, in order. A program waits for them in :meth:`Transport.wait`, or for :meth:`Transport.fileno` to
-become readable.
+It decides that interface and nothing else; it must never know sockets, asyncio or a coordinator. A transport owns the
+machines of one agent (sessions, grants, transfers, notifications) and performs their effects. It is thread-safe; its
+calls return at once, and later results come out of :meth:`Transport.drain` as the machines' own events, in order. A
+program waits for them in :meth:`Transport.wait`, or for :meth:`Transport.fileno` to become readable.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from kvxfer.types import (
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
-NO_CONTENT = bytes(32)
-"""A content digest that says nothing."""
+NO_CONTENT_DIGEST = bytes(32)
+"""The content digest that means: not given."""
 
 Event: TypeAlias = (
     _core.GrantEnded
@@ -67,27 +66,27 @@ SEGMENTS_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One piece of the host's or of a device's memory, and what keeps it there."""
+    """A part of the host's or of a device's memory, and the object that keeps it alive."""
 
     address: int
     length_bytes: int
     owner: object = dataclasses.field(repr=False)
     """Held as long as the region: the tensor, array or mapping that the address belongs to."""
     shared: _core.Region | None = None
-    """The memory file behind it, where kvxfer allocated it so that readers may map it."""
+    """The memory file behind it, if kvxfer allocated it so that readers may map it."""
     is_allocated: bool = dataclasses.field(default=False, kw_only=True)
     """Whether kvxfer made the memory; ``owner`` is a uint8 array over it then."""
     memory: MemoryKind = MemoryKind.HOST
     device: int = 0
-    """Which of its kind, as this process numbers them."""
+    """The number of the device, as this process numbers them."""
 
 
 class PostOrder(NamedTuple):
-    """What the transfers of one part of a post have in common, however often it is started."""
+    """The fixed arguments of all transfers of one part of a post."""
 
     peer: AgentRef
-    local: _core.Pieces
-    remote: _core.Pieces
+    local: _core.Elements
+    remote: _core.Elements
     lanes: Sequence[Lane]
     """Allowed, best first."""
 
@@ -95,21 +94,21 @@ class PostOrder(NamedTuple):
 class StartPost(Protocol):
     """Starts one transfer of a :class:`PostOrder`. TransferFinal and TransferDrained follow."""
 
-    def __call__(self, identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+    def __call__(self, identity: bytes, timeout_ns: int, notification: bytes | None, wants_checksums: bool, /) -> None:
         """``identity``: the 16 bytes of a :class:`~kvxfer.types.TransferId`; ``timeout_ns``: from now, see
-        :func:`as_nanoseconds`. ``notification`` is told to the peer once the bytes are committed; ``wants_sums``: they
-        go with CRC-32Cs.
+        :func:`as_nanoseconds`. ``notification`` goes to the peer once the bytes are committed; ``wants_checksums``:
+        they go with CRC-32Cs.
 
-        Raises InvalidArgumentError (lists that do not match, a local piece outside its region), LimitExceededError,
+        Raises InvalidArgumentError (lists that do not match, a local element outside its region), LimitExceededError,
         PeerGoneError, LaneUnavailableError, ClosedError.
         """
         ...
 
 
 class Transport(Protocol):
-    """The machines of one life of one agent, with a wire under them. All methods may be called from any thread.
+    """The machines of one incarnation of one agent, with a wire under them. All methods may be called from any thread.
 
-    After :meth:`close` every call raises ClosedError, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
+    After :meth:`close` every call raises ClosedError, except :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
     """
 
     @property
@@ -132,9 +131,11 @@ class Transport(Protocol):
         thread may have taken it by then. A signal may end it early."""
         ...
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
-        """Register memory. The segments' lengths add up to ``block_bytes``. ``checks``: blocks read from it always go
-        with CRC-32Cs. Raises InvalidArgumentError."""
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
+        """Register memory. The segments' lengths add up to ``block_bytes``. ``has_checksums``: blocks read from it
+        always go with CRC-32Cs. Raises InvalidArgumentError."""
         ...
 
     def describe_pool(self, pool: PoolRecord) -> None:
@@ -158,26 +159,26 @@ class Transport(Protocol):
         """
         ...
 
-    def set_guest_key(self, key: bytes) -> None:
-        """Let in whoever proves these 32 bytes, under the name that it gives itself, until it has no session and
-        nothing under way."""
+    def accept_bearer_key(self, key: bytes) -> None:
+        """Accept unregistered peers that prove these 32 bytes, under the name that each claims. Such a peer is
+        forgotten when it has no session and no transfer in progress."""
         ...
 
-    def set_root(self, root: bytes) -> None:
-        """Let in whoever proves the pair's session key under this one (32 bytes); it is known until :meth:`peer_dead`,
-        and named by SessionUp. Not beside a guest key."""
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
+        """Accept unregistered peers that prove the pair's session key, derived from these 32 bytes. SessionUp names
+        such a peer, and it stays known until :meth:`peer_dead`. Excludes :meth:`accept_bearer_key`."""
         ...
 
     def is_connected(self, ref: AgentRef) -> bool:
-        """Whether a session with exactly this life is up."""
+        """Whether a session with exactly this incarnation is up."""
         ...
 
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
-        """Make one life of a peer known, or its address new. ``key``: the pair's 32 bytes."""
+        """Make one incarnation of a peer known, or its address new. ``key``: the pair's 32 bytes."""
         ...
 
     def peer_dead(self, ref: AgentRef) -> None:
-        """The known death of exactly this life: its grants and transfers end, it is forgotten."""
+        """The known death of exactly this incarnation: its grants and transfers end, it is forgotten."""
         ...
 
     def grant(
@@ -189,14 +190,14 @@ class Transport(Protocol):
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         """Promise ``blocks`` to the agent ``reader`` (empty: the first to ask).
 
-        ``content``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
+        ``content_digest``: 32 bytes over the content of the blocks; a reader with another digest is refused.
 
-        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader gave up
-        before).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader
+        aborted before).
         """
         ...
 
@@ -206,29 +207,29 @@ class Transport(Protocol):
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         """The engine here accepted the prompt of this id, for the agent ``reader`` (empty: the first to ask): pulls
-        that come before its grant are told so. Ends by :meth:`grant` or :meth:`decline`.
+        that come before its grant get QUEUED. Ends by :meth:`grant` or :meth:`abort_grant`.
 
-        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave up
-        before).
+        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader
+        aborted before).
         """
         ...
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
-        """A sign of life of the engine here, which is about to step, or has nothing to do. ``took_in``: all is taken in
-        that had reached it at its last such pulse."""
+        """A heartbeat of the engine here, which is about to step, or has nothing to do. ``took_in``: it has taken
+        in all requests that had reached it by its last such pulse."""
         ...
 
     def has_begun(self, transfer_id: TransferId) -> bool:
         """Whether the reader of that grant has asked for blocks of it; False for an unknown one."""
         ...
 
-    def decline(self, transfer_id: TransferId) -> None:
-        """The grant will never be made: whoever waits for it, or asks later, is told so. Raises
+    def abort_grant(self, transfer_id: TransferId) -> None:
+        """The grant will never be made: readers that wait for it, or ask later, get GrantRevokedError. Raises
         InvalidArgumentError."""
         ...
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
-        """End a grant; once this returns the blocks may be overwritten. Its reader is told ``why``, cut to 512 bytes.
+        """End a grant; once this returns the blocks may be overwritten. Its reader gets ``why``, cut to 512 bytes.
         Returns the state it ended in.
 
         Raises GrantUnknownError.
@@ -236,12 +237,12 @@ class Transport(Protocol):
         ...
 
     def release_grant(self, transfer_id: TransferId) -> GrantState:
-        """End a grant that nobody needs any more; otherwise as :meth:`revoke_grant`."""
+        """End a grant that is no longer needed; otherwise as :meth:`revoke_grant`."""
         ...
 
     def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
         """Let only the agent ``reader`` read it from now on (empty: leave it open), unless another was named, or came
-        first. Returns the agent that alone may read it; empty: none yet, or none ever. Raises GrantUnknownError.
+        first. Returns the only agent that may read it; empty: none yet, or never. Raises GrantUnknownError.
         """
         ...
 
@@ -262,47 +263,47 @@ class Transport(Protocol):
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        content_digest: bytes = NO_CONTENT_DIGEST,
+        wants_checksums: bool = False,
     ) -> None:
-        """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained. ``content`` as in :meth:`grant`. ``wants_sums``: CRC-32Cs are checked where the source can
-        give them.
+        """Start to fill ``blocks`` from the grant's positions ``first...``; the transport owns them until
+        TransferDrained. ``content_digest`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked if the
+        source has them.
 
-        No blocks and a ``count``: ask whether the grant exists. TransferGranted says so (with ``tells_granted`` of a
-        pull that has blocks too), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
-        ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment in which it heard
+        No blocks and a ``count``: ask whether the grant exists. TransferGranted answers (with ``tells_granted`` also
+        for a pull that has blocks), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
+        ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment when it hears
         of its grant.
 
-        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that life is not known).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that incarnation is not known).
         """
         ...
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
-        """Give a pull that has no blocks its own, for the grant's positions ``first...``. Raises InvalidArgumentError
-        where it is over or has some, BlocksBusyError."""
+        """Give blocks to a pull that has none, for the grant's positions ``first...``. Raises InvalidArgumentError
+        if it has ended or has blocks, BlocksBusyError."""
         ...
 
     def unreserve(self, transfer_id: TransferId) -> bool:
-        """Take the blocks of a pull back whose grant is not known to exist: it waits on without them. False, and
-        nothing changed: they are in use, or it is over."""
+        """Take back the blocks of a pull whose grant is not known to exist: it waits on without them. False, and
+        nothing changed: they are in use, or it has ended."""
         ...
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
-        """How the peer's pieces are read into ours, one by one of equal length. Checks nothing: its start does."""
+        """Prepare reads of the peer's elements into ours, one by one of equal length. The start checks them."""
         ...
 
     def prepare_push(self, order: PostOrder) -> StartPost:
-        """How the peer's core is made to read our pieces into its own; otherwise as :meth:`prepare_fetch`.
-        TransferDrained comes once nothing of our memory can be under way any more.
+        """Prepare a push: the peer's core reads our elements into its own; otherwise as :meth:`prepare_fetch`.
+        TransferDrained comes once no byte of our memory can be in transit any more.
         """
         ...
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """End a pull, a fetch or a push, if it is not over; TransferFinal and TransferDrained follow."""
+        """End a pull, a fetch or a push, unless it has ended; TransferFinal and TransferDrained follow."""
         ...
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
         """Let ``source`` know, if it can be reached, that this id will never be pulled. Raises InvalidArgumentError."""
         ...
 
@@ -315,7 +316,7 @@ class Transport(Protocol):
         ...
 
     def counts(self) -> _core.EndpointCounts:
-        """What the machines hold now, and how many grants and verdicts there were so far."""
+        """The machines' current objects, and the grants and verdicts so far."""
         ...
 
     def close(self) -> None:
@@ -324,15 +325,15 @@ class Transport(Protocol):
 
 
 class Binding(Protocol):
-    """A transport that has an address and no name yet: peers are told the address, and only then does the coordinator
-    give the agent its incarnation. Peers that connect meanwhile wait.
+    """A transport with an address and no incarnation yet: the address is published first, and only then does the
+    coordinator give the agent its incarnation. Peers that connect meanwhile wait.
     """
 
     @property
     def address(self) -> DataAddress: ...
 
     def open(self, ref: AgentRef, config: AgentConfig) -> Transport:
-        """The transport of the life ``ref`` at this address; takes the binding over."""
+        """The transport of the incarnation ``ref`` at this address; takes the binding over."""
         ...
 
     def close(self) -> None:
@@ -340,28 +341,28 @@ class Binding(Protocol):
         ...
 
 
-def as_content(content: bytes | None) -> bytes:
-    """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgumentError for another length."""
-    if content is None:
-        return NO_CONTENT
-    if not isinstance(content, bytes) or len(content) != len(NO_CONTENT):
-        raise InvalidArgumentError(f"content must be {len(NO_CONTENT)} bytes")
-    return content
+def as_content_digest(content_digest: bytes | None) -> bytes:
+    """A content digest of 32 bytes; ``None``: not given. Raises InvalidArgumentError for another length."""
+    if content_digest is None:
+        return NO_CONTENT_DIGEST
+    if not isinstance(content_digest, bytes) or len(content_digest) != len(NO_CONTENT_DIGEST):
+        raise InvalidArgumentError(f"content_digest must be {len(NO_CONTENT_DIGEST)} bytes")
+    return content_digest
 
 
 def as_nanoseconds(name: str, duration_s: float) -> int:
-    """A duration as the machines take it; raises InvalidArgumentError for one that is no time to wait for."""
+    """A duration in the machines' unit. Raises InvalidArgumentError for one that is no finite time."""
     if not abs(duration_s) <= DURATION_MAX_S:
         raise InvalidArgumentError(f"{name} must be at most {DURATION_MAX_S:g}, not {duration_s}")
     return round(duration_s * NS_PER_S)
 
 
 def allocate_region(length_bytes: int) -> Region:
-    """Zeroed memory, all of it resident, that readers on this host can be let to map and that nobody else can change.
+    """Zeroed memory, all of it resident, that readers on this host may map, and only this process can change.
 
-    Where the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
-    ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError where the host has not so
-    much.
+    If the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
+    ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError if the host has too
+    little.
     """
     try:
         shared = _core.Region(length_bytes)
@@ -401,7 +402,7 @@ def as_blocks(blocks: npt.ArrayLike) -> Blocks:
 
 
 def write_ref(ref: AgentRef) -> _core.AgentRef:
-    """The machines' own name of a life."""
+    """The machines' own name of an incarnation."""
     return _core.AgentRef(ref.agent_id, ref.incarnation.number, ref.incarnation.boot_nonce)
 
 
@@ -430,7 +431,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     grants.grants_max = grants.tombstones_max = config.grants_max
     grants.waiting_max = config.pull_wait_count_max
     grants.ttl_ns = round(config.grant_ttl_s * NS_PER_S)
-    grants.life_max_ns = round(config.grant_lifetime_max_s * NS_PER_S)
+    grants.lifetime_max_ns = round(config.grant_lifetime_max_s * NS_PER_S)
     grants.wait_max_ns = round(config.grant_wait_s * NS_PER_S)
     grants.unknown_wait_ns = round(config.unknown_wait_s * NS_PER_S)
     transfers.ttl_ns = grants.ttl_ns

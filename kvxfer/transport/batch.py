@@ -26,7 +26,7 @@ from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Lane, TransferId, TransferState
 
 SLEEP_S = 50e-3
-"""Of one wait, so that signals are seen to."""
+"""The longest single wait, so that signal handlers run."""
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
 """How long, and for how small a batch, an event loop waits in place instead of sleeping."""
@@ -34,29 +34,30 @@ BRIEF_BYTES = 64 << 10
 
 @dataclasses.dataclass(frozen=True)
 class BatchStatistics:
-    """One batch in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
-    final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
+    """One batch in numbers. ``post_us``: the call that started it; ``transfer_us``: from the start of that call until
+    it was final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in
+    TransferResult."""
 
     bytes: int
-    pieces: int
+    elements: int
     parts: int
     post_us: float
     transfer_us: float
     lane: Lane | None
     attempts: int
-    pieces_checked: int
-    """Whose CRC-32C was verified before the commit, here or by the peer that is written to."""
+    elements_checked: int
+    """Elements whose CRC-32C was verified before the commit, here or by the destination."""
     is_checked: bool | None
     """Whether that is all of them; ``None``: checksums were not asked for, or it is not committed."""
     seconds: Mapping[str, float]
     reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
     lane_notes: str = dataclasses.field(repr=False)
     order: LaneOrder = dataclasses.field(repr=False)
-    """In which its lanes were to be tried, and why."""
+    """The order in which its lanes were to be tried, and why."""
 
     @property
     def lane_reason(self) -> str:
-        """Why this lane, and why not those that were allowed before it. Found out when it is asked for."""
+        """Why this lane, and why not the allowed ones before it. Computed on access."""
         passed_over = self.order.passed_over(self.lane) if self.lane else None
         return explain(self.lane, self.reasons, self.lane_notes, passed_over=passed_over, is_checked=self.is_checked)
 
@@ -106,7 +107,7 @@ class TransferBatch:
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
         return (
-            f"<TransferBatch {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, "
+            f"<TransferBatch {self.plan.op} {self.plan.nbytes} bytes in {self.plan.elements} elements, "
             f"peer {self.plan.peer.ref}: {self._state.name.lower()}{drained}>"
         )
 
@@ -116,12 +117,12 @@ class TransferBatch:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the transport is done with our memory."""
+        """Whether the transport no longer uses our memory."""
         return self._is_final and not self._live
 
     @property
     def error(self) -> KvxferError | None:
-        """What ended it, where it is final and not committed."""
+        """The error that ended it, if it is final and not committed."""
         return self._error
 
     def poll(self) -> TransferState:
@@ -149,7 +150,7 @@ class TransferBatch:
         return self._wait(lambda: self.is_drained, timeout_s)
 
     def result(self) -> BatchStatistics:
-        """What it took. Raises the error that ended it; InvalidArgumentError while it is not final."""
+        """Its numbers. Raises the error that ended it; InvalidArgumentError while it is not final."""
         if self._error is not None:
             raise self._error
         if not self.is_final:
@@ -157,7 +158,7 @@ class TransferBatch:
         return self.statistics()
 
     def cancel(self, error: KvxferError | None = None) -> None:
-        """Give it up: it ends as cancelled (with ``error``, where given), unless it has ended. Returns at once."""
+        """Cancel it: it ends as cancelled (with ``error``, if given), unless it has ended. Returns at once."""
         if not self._is_final:
             with self._table.lock:
                 self._end_with = self._end_with or error
@@ -173,14 +174,14 @@ class TransferBatch:
         end_ns = self._final_ns or time.monotonic_ns()
         return BatchStatistics(
             bytes=plan.nbytes,
-            pieces=plan.pieces,
+            elements=plan.elements,
             parts=len(plan.parts),
             post_us=post_ns / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=None if final is None else LANES_BACK[final.lane],
             attempts=sum(each.attempts for each in finals),
-            pieces_checked=checked,
-            is_checked=checked == plan.pieces if is_known else None,
+            elements_checked=checked,
+            is_checked=checked == plan.elements if is_known else None,
             seconds={
                 "queue": queue_ns / NS_PER_S,
                 "plan": post_ns / NS_PER_S,

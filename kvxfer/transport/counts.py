@@ -14,9 +14,9 @@ _GRANTS = ("alive", "unread", "expected", "waiting_pulls")
 def is_idle(counts: _core.EndpointCounts) -> bool:
     """Whether nothing is promised, under way or waiting."""
     blocks = sum(pool.granted + pool.reserved + pool.quarantined for pool in counts.pools)
-    pieces = sum(region.grants + region.transfers for region in counts.regions)
+    elements = sum(region.grants + region.transfers for region in counts.regions)
     transfers = counts.transfers_live + counts.transfers_draining
-    return blocks + pieces + counts.grants.alive + counts.grants.waiting_pulls + transfers == 0
+    return blocks + elements + counts.grants.alive + counts.grants.waiting_pulls + transfers == 0
 
 
 def describe(counts: _core.EndpointCounts) -> str:

@@ -7,9 +7,11 @@ Three ways to write a list down, the shortest is taken:
 
 * *runs*: neighbours in the list lie at equal steps (a whole cache in order does). One strided range a run, and nothing
   for each descriptor.
-* *pages*: all pieces have one length and, region by region, lie at multiples of one step (any subset of a paged cache,
-  in any order, does). One strided range a region, and for each descriptor the index of its piece: 4 bytes on the wire.
-* a *table*: one strided range of one piece for each descriptor: 36 bytes on the wire.
+* *pages*: all elements have one length and, region by region, lie at multiples of one step (any subset of a paged
+cache,
+  in any order, does). One strided range a region, and for each descriptor the index of its element: 4 bytes on the
+  wire.
+* a *table*: one strided range of one element for each descriptor: 36 bytes on the wire.
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ from kvxfer.types import AgentRef, DataAddress, Exposure, MemoryKind, RegionReco
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 RANGE_BYTES, INDEX_BYTES = 36, 4
-"""What one strided range, and the index of one piece, take on the wire."""
-PIECES_MAX = 0xFFFFFFFF
+"""What one strided range, and the index of one element, take on the wire."""
+ELEMENTS_MAX = 0xFFFFFFFF
 LONG = 8
 """Runs whose strided ranges take at most one part in so many of what indices would are taken before pages."""
 GLANCE = 256
 """Steps that are looked at before all are: a list that begins without order is taken to have none."""
-PIECE_BYTES_MAX = 4 << 20
-"""Longer descriptors are cut: a piece is what is cancelled, resumed and taken turns with."""
+ELEMENT_BYTES_MAX = 4 << 20
+"""Longer descriptors are cut: an element is what is cancelled, resumed and taken turns with."""
 ADDRESS_MAX = 1 << 63
 """Above any offset, length or step that the core takes."""
 
 
 class Descriptors:
     """Some byte ranges, in order. ``rows`` is uint64 of shape [n, 3] (address, length, device), or of shape [n, 5]
-    (address, length, device, count, stride), where a row stands for ``count`` pieces ``stride`` bytes apart.
+    (address, length, device, count, stride), where a row stands for ``count`` elements ``stride`` bytes apart.
     """
 
     def __init__(self, rows: Words) -> None:
-        """Raises InvalidArgumentError for another shape, an empty list, and for the first piece that is empty or
+        """Raises InvalidArgumentError for another shape, an empty list, and for the first element that is empty or
         overlaps the next one of its row."""
         if rows.ndim != 2 or rows.shape[1] not in (3, 5) or len(rows) == 0:
             raise InvalidArgumentError(
@@ -58,8 +60,8 @@ class Descriptors:
         _check(rows[:, 1] > 0, "descriptor {} has no bytes")
         self.is_strided = rows.shape[1] == 5 and bool((rows[:, 3] != 1).any())
         if rows.shape[1] == 5:
-            _check((rows[:, 3] > 0) & (rows[:, 3] <= PIECES_MAX), "descriptor {} has no count of 1 to 2^32")
-            _check((rows[:, 3] == 1) | (rows[:, 4] >= rows[:, 1]), "the pieces of descriptor {} overlap")
+            _check((rows[:, 3] > 0) & (rows[:, 3] <= ELEMENTS_MAX), "descriptor {} has no count of 1 to 2^32")
+            _check((rows[:, 3] == 1) | (rows[:, 4] >= rows[:, 1]), "the elements of descriptor {} overlap")
 
     @classmethod
     def of(cls, given: Any) -> Descriptors:
@@ -83,7 +85,7 @@ class Descriptors:
 
     @property
     def count(self) -> int:
-        """Pieces: those of every row."""
+        """Elements: those of every row."""
         return int(self.rows[:, 3].sum()) if self.is_strided else len(self.rows)
 
     @property
@@ -95,7 +97,7 @@ class Descriptors:
         return self.count
 
     def __repr__(self) -> str:
-        return f"<Descriptors of {self.count} pieces, {self.nbytes} bytes>"
+        return f"<Descriptors of {self.count} elements, {self.nbytes} bytes>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +113,17 @@ class Traits:
 class Prepared:
     """Descriptors that were found in registered regions, in the core's own form: made once, posted many times.
 
-    Piece ``i`` is the ``i``-th descriptor (of a strided list: the pieces of row 0, then those of row 1, ...).
+    Element ``i`` is the ``i``-th descriptor (of a strided list: the elements of row 0, then those of row 1, ...).
     """
 
     ranges: _core.Ranges
     strided: Words = dataclasses.field(repr=False)
     """The same strided ranges as an array of shape [g, 5]: region, offset, stride, length, count."""
     indices: Blocks | None = dataclasses.field(repr=False)
-    """Which piece of the ranges each descriptor is; ``None``: they are the same."""
+    """Which element of the ranges each descriptor is; ``None``: they are the same."""
     firsts: npt.NDArray[np.int64] | None = dataclasses.field(repr=False)
-    """Shape [count + 1]: where the pieces of each descriptor begin, where some are cut; ``None``: one piece each."""
+    """Shape [count + 1]: where the elements of each descriptor begin, where some are cut; ``None``: one element
+    each."""
     count: int
     nbytes: int
     length_bytes: int
@@ -130,31 +133,31 @@ class Prepared:
     peer: RemotePeer | None = None
     """Whose memory; ``None``: our own."""
 
-    def pieces(self, ids: Blocks | None) -> Blocks:
-        """The pieces of the ranges that the descriptors ``ids`` are; ``None``: all of them, in order."""
+    def elements(self, ids: Blocks | None) -> Blocks:
+        """The elements of the ranges that the descriptors ``ids`` are; ``None``: all of them, in order."""
         if ids is not None and int(ids.max()) >= self.count:
             raise InvalidArgumentError(f"index {int(ids.max())} is outside a prepared list of {self.count} descriptors")
         if ids is None:
             last = self.count if self.firsts is None else int(self.firsts[-1])
             return np.arange(last, dtype=np.uint32) if self.indices is None else self.indices
         if self.firsts is not None:
-            ids = _cut_pieces(self.firsts, ids)
+            ids = _cut_elements(self.firsts, ids)
         return ids if self.indices is None else self.indices[ids]
 
-    def lengths(self, pieces: Blocks) -> Words:
-        """The bytes of each of ``pieces`` (of the ranges), shape [len(pieces)]."""
-        lengths: Words = self.strided[self.strided_of(pieces), 3]
+    def lengths(self, elements: Blocks) -> Words:
+        """The bytes of each of ``elements`` (of the ranges), shape [len(elements)]."""
+        lengths: Words = self.strided[self.strided_of(elements), 3]
         return lengths
 
-    def strided_of(self, pieces: Blocks) -> npt.NDArray[np.int64]:
-        """The strided range that each of ``pieces`` is in."""
+    def strided_of(self, elements: Blocks) -> npt.NDArray[np.int64]:
+        """The strided range that each of ``elements`` is in."""
         if self.is_table:
-            return pieces.astype(np.int64)
-        return np.searchsorted(np.cumsum(self.strided[:, 4]), pieces, side="right")
+            return elements.astype(np.int64)
+        return np.searchsorted(np.cumsum(self.strided[:, 4]), elements, side="right")
 
     @property
     def is_table(self) -> bool:
-        """Whether every piece is a strided range of its own."""
+        """Whether every element is a strided range of its own."""
         return self.ranges.count == len(self.strided)
 
     def __len__(self) -> int:
@@ -182,7 +185,7 @@ class MemoryTable:
         """Find every descriptor's region. Raises InvalidArgumentError, naming the first descriptor that lies in
         none."""
         rows, firsts, is_strided = descriptors.rows, None, descriptors.is_strided
-        if int(rows[:, 1].max()) > PIECE_BYTES_MAX:
+        if int(rows[:, 1].max()) > ELEMENT_BYTES_MAX:
             self._find(rows[:, 0], _spans(rows) if is_strided else rows[:, 1])
             rows, firsts = _cut_rows(rows, is_strided)
             is_strided = False
@@ -265,8 +268,8 @@ class MemoryTable:
         return [self.records[i] for i in np.flatnonzero(np.bincount(place, minlength=len(self.records)))]
 
     def _pages(self, offset: Words, place: int | npt.NDArray[np.int64], length: int) -> tuple[Words, Blocks] | None:
-        """One strided range for each region, and the index of each piece; ``None`` where that is not shorter, or there
-        is no common step."""
+        """One strided range for each region, and the index of each element; ``None`` where that is not shorter, or
+        there is no common step."""
         if isinstance(place, int):
             used, firsts = np.array([place]), np.zeros(1, np.int64)
             slot: Any = 0
@@ -286,7 +289,7 @@ class MemoryTable:
         origin = offset[firsts] % np.uint64(step)
         count = (self._lengths[used] - origin - np.uint64(length)) // np.uint64(step) + np.uint64(1)
         total = int(count.sum())
-        if total > PIECES_MAX:
+        if total > ELEMENTS_MAX:
             return None
         before = np.cumsum(count) - count
         indices = _divide(offset - origin[slot], step) + before[slot]
@@ -309,23 +312,23 @@ class RemotePeer:
 
 
 def _cut_rows(rows: Words, is_strided: bool) -> tuple[Words, npt.NDArray[np.int64]]:
-    """Rows [n, 3] of at most PIECE_BYTES_MAX each, and where those of each descriptor begin."""
+    """Rows [n, 3] of at most ELEMENT_BYTES_MAX each, and where those of each descriptor begin."""
     if is_strided:
         row, number = _count_out(rows[:, 3].astype(np.int64))
         plain = rows[row, :3]
         plain[:, 0] += number.astype(np.uint64) * rows[row, 4]
     else:
         plain = rows[:, :3]
-    counts = -(-plain[:, 1].astype(np.int64) // PIECE_BYTES_MAX)
+    counts = -(-plain[:, 1].astype(np.int64) // ELEMENT_BYTES_MAX)
     source, number = _count_out(counts)
-    begin = number.astype(np.uint64) * np.uint64(PIECE_BYTES_MAX)
+    begin = number.astype(np.uint64) * np.uint64(ELEMENT_BYTES_MAX)
     cut = plain[source]
     cut[:, 0] += begin
-    cut[:, 1] = np.minimum(plain[source, 1] - begin, np.uint64(PIECE_BYTES_MAX))
+    cut[:, 1] = np.minimum(plain[source, 1] - begin, np.uint64(ELEMENT_BYTES_MAX))
     return cut, np.concatenate(([0], np.cumsum(counts)))
 
 
-def _cut_pieces(firsts: npt.NDArray[np.int64], ids: Blocks) -> Blocks:
+def _cut_elements(firsts: npt.NDArray[np.int64], ids: Blocks) -> Blocks:
     source, number = _count_out(firsts[ids.astype(np.int64) + 1] - firsts[ids])
     return (firsts[ids][source] + number).astype(np.uint32)
 

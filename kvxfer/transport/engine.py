@@ -1,6 +1,6 @@
-"""Registered memory, and the reads and writes of it: no event loop, any thread. Decides which regions are registered
-and how a plan is started; must never judge a grant or move a byte (the transport does), nor wait where the caller only
-asked.
+"""Registered memory, and reads and writes of it, from any thread and without an event loop. Decides which regions are
+registered and how a plan is started; must never judge a grant or move a byte (the transport does), nor wait where the
+caller only asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, KvxferError, TransportError
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared, RemotePeer
@@ -23,15 +23,15 @@ from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.plan import Op, Route, RouteKey, TransferPlan, make_plan
 from kvxfer.transport.transfers import TransferTable
-from kvxfer.types import Exposure, Lane, RegionRecord
+from kvxfer.types import ChecksumMode, Exposure, Lane, RegionRecord
 
 __all__ = ["MemoryRegistration", "Op", "RemotePeer", "TransferBatch", "TransferEngine", "TransferPlan"]
 
 TRANSFER_ID_BYTES = 16
 REGION_ID_FIRST = 1 << 24
-"""Regions are numbered from here on, pools below: one name on the wire is one memory."""
+"""Region ids begin here, pool ids are lower: an id on the wire names one memory."""
 ROUTES_MAX = 8
-"""Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
+"""How many routes (lanes, checksums) a plan keeps."""
 
 
 class MemoryRegistration:
@@ -82,7 +82,7 @@ class TransferEngine:
         self, memory: Any, *, can_read: bool = True, can_write: bool = True, exposure: Exposure = Exposure.POOL
     ) -> MemoryRegistration:
         """Let proven peers read and write ``memory`` (see :func:`~kvxfer.transport.host_memory.region_of`; or a Region)
-        until :meth:`deregister`. It is kept alive so long.
+        until :meth:`deregister`, which keeps it alive.
 
         Raises InvalidArgumentError, LaneUnavailableError for memory of a device that cannot be used.
         """
@@ -108,11 +108,11 @@ class TransferEngine:
 
     def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Register zeroed memory made by kvxfer, which readers on this host can map; ``region.owner`` is a uint8 array
-        over it. Raises LimitExceededError where the host has not so much."""
+        over it. Raises LimitExceededError if the host has too little."""
         return self.register(allocate_region(length_bytes), can_read=can_read, can_write=can_write)
 
     def deregister(self, registration: MemoryRegistration) -> None:
-        """Take a region back; once this returns no byte of it is read or written by a peer any more.
+        """Remove a region; once this returns no peer reads or writes a byte of it any more.
 
         Raises BlocksBusyError while a batch of ours uses it or a peer's write into it has not drained (that is being
         cancelled: try again); InvalidArgumentError for a region that is not registered here.
@@ -168,27 +168,27 @@ class TransferEngine:
         lanes: Sequence[Lane] | None = None,
         notification: bytes | None = None,
         deadline_s: float | None = None,
-        wants_sums: bool | None = None,
+        wants_checksums: bool | None = None,
         on_final: Callable[[TransferBatch], None] | None = None,
         on_drained: Callable[[TransferBatch], None] | None = None,
     ) -> TransferBatch:
-        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether all bytes go with CRC-32Cs,
-        on the lanes that have them alone (not given: as configured). Until the batch drained, the memory that it fills
-        (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles the event, in
-        the order of the events, and must not block.
+        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_checksums``: whether all bytes go with
+        CRC-32Cs, which excludes lanes that have none (not given: as configured). Until the batch drained, the
+        transport owns the memory that it fills (a read) or reads (a write). The thread that handles the event makes the
+        callbacks, in the order of the events, and must not block.
 
         Raises InvalidArgumentError, LimitExceededError, PeerGoneError, LaneUnavailableError (names each lane's
         obstacle).
         """
         begun_ns = time.monotonic_ns()
-        route = self._route(plan, None if lanes is None else tuple(lanes), wants_sums)
+        route = self._route(plan, None if lanes is None else tuple(lanes), wants_checksums)
         order = self.lanes.order(plan.peer.ref, plan.peer.address, route.choice.lanes, plan.nbytes)
         starts = self._starts(plan, route, order.lanes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
         is_near = self.lanes.is_near(plan.peer.address)
         ids = tuple(os.urandom(TRANSFER_ID_BYTES) for _ in plan.parts)
-        checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in ids]
+        are_checked = [carries_checksums(route.checksum, identity, is_same_host=is_near) for identity in ids]
         batch = TransferBatch(
             self.transfers,
             self.lanes,
@@ -197,7 +197,7 @@ class TransferEngine:
             route.choice.reasons,
             order,
             notification=None if len(ids) == 1 else notification,
-            has_asked_checksums=all(checks),
+            has_asked_checksums=all(are_checked),
             begun_ns=begun_ns,
         )
         rides = notification if len(ids) == 1 else None
@@ -205,7 +205,7 @@ class TransferEngine:
             with self._lock:
                 if self.transfers.failure is not None:
                     raise self.transfers.failure
-                for identity, start, is_checked in zip(ids, starts, checks, strict=True):
+                for identity, start, is_checked in zip(ids, starts, are_checked, strict=True):
                     if batch.is_final:  # a signal handler polled, and found that one had failed
                         break
                     batch.enter(identity)
@@ -225,19 +225,21 @@ class TransferEngine:
             found = route.starts[lanes] = tuple(prepare(order) for order in orders)
         return found
 
-    def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        """Found once for each way of asking, and kept with the plan. Raises LaneUnavailableError."""
-        key: RouteKey = (self.transport, lanes, wants_sums)
+    def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
+        """Found once for each key, and kept with the plan. Raises LaneUnavailableError."""
+        key: RouteKey = (self.transport, lanes, wants_checksums)
         route = plan.routes.get(key)
         if route is None:
-            route = self._find_route(plan, lanes, wants_sums)
+            route = self._find_route(plan, lanes, wants_checksums)
             if len(plan.routes) >= ROUTES_MAX:
                 plan.routes.clear()
             plan.routes[key] = route
         return route
 
-    def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        checks = self.config.post_checksum if wants_sums is None else "on" if wants_sums else "off"
+    def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
+        checksum = self.config.post_checksum
+        if wants_checksums is not None:
+            checksum = ChecksumMode.ON if wants_checksums else ChecksumMode.OFF
         choice = self.lanes.possible(
             plan.peer.ref,
             plan.peer.address,
@@ -245,9 +247,9 @@ class TransferEngine:
             plan.remote.traits,
             self.config.lanes if lanes is None else lanes,
             is_read=plan.op is Op.READ,
-            must_check=checks == "on",
+            must_check=checksum == ChecksumMode.ON,
         )
-        return Route(choice, checks)
+        return Route(choice, checksum)
 
     def post(
         self,

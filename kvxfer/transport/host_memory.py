@@ -26,7 +26,7 @@ def region_of(memory: Any) -> Region:
     elif hasattr(memory, "data_ptr"):
         region = _from_tensor(memory)
     elif hasattr(memory, "__cuda_array_interface__"):
-        raise LaneUnavailableError("this array lives on a GPU and does not say on which: give it as a tensor")
+        raise LaneUnavailableError("this array is on a GPU and does not say on which: give it as a tensor")
     elif hasattr(memory, "__array_interface__"):
         region = _from_array(np.asarray(memory), memory)
     else:

@@ -1,4 +1,4 @@
-"""Moves memory that somebody else allocated into huge pages, where the host allows them: one call of the kernel copies
+"""Moves foreign memory into huge pages, where the host allows them: one call of the kernel copies
 out of, or into, such memory up to twice as fast. Decides only which parts are worth it; must never change a byte, nor
 overrule a host that is set to ``never``.
 """

@@ -55,10 +55,10 @@ class LaneChooser:
         is_read: bool = True,
         must_check: bool = False,
     ) -> LaneChoice:
-        """The lanes of ``allowed`` that can carry a read of any memory ``there`` into any memory ``here``, or, where it
-        is no read, the way back, which is a read by the peer. ``must_check``: with checksums.
+        """The lanes of ``allowed`` that can carry a read of any memory ``there`` into any memory ``here``, or, for a
+        write, the reverse, which is a read by the peer. ``must_check``: with checksums.
 
-        Raises LaneUnavailableError, naming each lane's obstacle, where none can.
+        Raises LaneUnavailableError, naming each lane's obstacle, if none can.
         """
         lanes = tuple(allowed)
         reasons: dict[Lane, str] = {}
@@ -85,7 +85,7 @@ class LaneChooser:
             self._of(peer, address).measured(lane, nbytes, seconds)
 
     def figures(self) -> dict[str, Mapping[Lane, LaneFigure]]:
-        """By peer, what was measured."""
+        """The measurements, by peer."""
         with self._lock:
             return {str(peer): calibration.figures() for peer, calibration in self._peers.items()}
 

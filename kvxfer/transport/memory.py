@@ -20,7 +20,7 @@ from kvxfer.config import AgentConfig, allowed_lanes
 from kvxfer.errors import BlocksBusyError, ClosedError, KvxferError
 from kvxfer.transport.base import (
     LANES,
-    NO_CONTENT,
+    NO_CONTENT_DIGEST,
     Blocks,
     Event,
     PostOrder,
@@ -128,12 +128,14 @@ class MemoryTransport:
     def wait(self, timeout_s: float) -> bool:
         return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
         with self._open() as endpoint:
             memory = BlockMemory(pool, region, segments)
             endpoint.add_pool(
                 _core.PoolInfo(
-                    pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, checks
+                    pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, has_checksums
                 )
             )
             self._memories.pools[pool.pool_id] = memory
@@ -159,18 +161,18 @@ class MemoryTransport:
     def remove_region(self, region_id: int) -> None:
         with self._open() as endpoint:
             is_gone, effects = endpoint.remove_region(region_id, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
             if not is_gone:
                 raise BlocksBusyError(f"region {region_id} may still be written to: a transfer into it has not drained")
             del self._memories.regions[region_id]
 
-    def set_guest_key(self, key: bytes) -> None:
+    def accept_bearer_key(self, key: bytes) -> None:
         with self._open() as endpoint:
-            endpoint.set_guest_key(key)
+            endpoint.accept_bearer_key(key)
 
-    def set_root(self, root: bytes) -> None:
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
         with self._open() as endpoint:
-            endpoint.set_root(root)
+            endpoint.accept_derived_keys(cluster_secret)
 
     def is_connected(self, ref: AgentRef) -> bool:
         with self._open() as endpoint:
@@ -182,7 +184,7 @@ class MemoryTransport:
 
     def peer_dead(self, ref: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
+            self.perform(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
 
     def grant(
         self,
@@ -193,11 +195,11 @@ class MemoryTransport:
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         what = (transfer_id.raw, pool_id, blocks.tolist(), reader, as_nanoseconds("ttl_s", ttl_s), ready_blocks)
         with self._open() as endpoint:
-            self.act(endpoint.grant(*what, self._network.now_ns, content))
+            self.perform(endpoint.grant(*what, self._network.now_ns, content_digest))
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         with self._open() as endpoint:
@@ -211,15 +213,17 @@ class MemoryTransport:
         with self._open() as endpoint:
             return endpoint.has_begun(transfer_id.raw)
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.decline(transfer_id.raw))
+            self.perform(endpoint.abort_grant(transfer_id.raw))
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
             pool_id, fresh = endpoint.becoming_ready(transfer_id.raw, blocks)
-            sums = [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
-            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, sums))
+            checksums = (
+                [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
+            )
+            self.perform(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, checksums))
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.REVOKE, why)
@@ -249,12 +253,12 @@ class MemoryTransport:
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        content_digest: bytes = NO_CONTENT_DIGEST,
+        wants_checksums: bool = False,
     ) -> None:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
-            self.act(
+            self.perform(
                 endpoint.pull(
                     transfer_id.raw,
                     write_ref(source),
@@ -265,8 +269,8 @@ class MemoryTransport:
                     now_ns + as_nanoseconds("deadline_s", deadline_s),
                     self._network.random.getrandbits(64),
                     now_ns,
-                    content,
-                    wants_sums,
+                    content_digest,
+                    wants_checksums,
                     count,
                     as_nanoseconds("granted_s", granted_s),
                     tells_granted,
@@ -275,12 +279,12 @@ class MemoryTransport:
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.reserve(transfer_id.raw, blocks.tolist(), first, self._network.now_ns))
+            self.perform(endpoint.reserve(transfer_id.raw, blocks.tolist(), first, self._network.now_ns))
 
     def unreserve(self, transfer_id: TransferId) -> bool:
         with self._open() as endpoint:
             is_done, effects = endpoint.unreserve(transfer_id.raw, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
         return is_done
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
@@ -291,27 +295,29 @@ class MemoryTransport:
 
     def _post(
         self,
-        act: Callable[..., Sequence[_Effect]],
+        start: Callable[..., Sequence[_Effect]],
         order: PostOrder,
         identity: bytes,
         timeout_ns: int,
         notification: bytes | None,
-        wants_sums: bool,
+        wants_checksums: bool,
     ) -> None:
         local, remote, lanes = order.local, order.remote, [LANES[lane] for lane in order.lanes]
-        pieces = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
+        elements = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
         with self._open() as endpoint:
             now_ns = self._network.now_ns
             when = (now_ns + timeout_ns, self._network.random.getrandbits(64), now_ns)
-            self.act(act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_sums))
+            self.perform(
+                start(endpoint, identity, write_ref(order.peer), *elements, lanes, *when, notification, wants_checksums)
+            )
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.give_up(transfer_id.raw, write_ref(source), self._network.now_ns))
+            self.perform(endpoint.abort_pull(transfer_id.raw, write_ref(source), self._network.now_ns))
 
     def cancel(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.cancel(transfer_id.raw, self._network.now_ns))
+            self.perform(endpoint.cancel(transfer_id.raw, self._network.now_ns))
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
         with self._open() as endpoint:
@@ -321,7 +327,7 @@ class MemoryTransport:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         with self._open() as endpoint:
             sequence, effects = endpoint.notify(write_ref(to), payload, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
             return int(sequence)
 
     def counts(self) -> _core.EndpointCounts:
@@ -344,7 +350,7 @@ class MemoryTransport:
     # --- for the network; the lock is held ---
 
     def tick(self) -> None:
-        self.act(self.endpoint.tick(self._network.now_ns))
+        self.perform(self.endpoint.tick(self._network.now_ns))
 
     def next_deadline(self) -> int:
         return self.endpoint.next_deadline()
@@ -353,7 +359,7 @@ class MemoryTransport:
         for session, link in list(self.links.items()):
             if link.peer.ref == other:
                 self.unlink(session)
-                self.act(self.endpoint.closed(session, self._network.now_ns))
+                self.perform(self.endpoint.closed(session, self._network.now_ns))
 
     def unlink(self, session: int) -> None:
         """Forget one end of a connection here; the other end hears of it later."""
@@ -363,9 +369,9 @@ class MemoryTransport:
 
     def lose(self, session: int) -> None:
         if not self._is_closed and self.links.pop(session, None) is not None:
-            self.act(self.endpoint.closed(session, self._network.now_ns))
+            self.perform(self.endpoint.closed(session, self._network.now_ns))
 
-    def act(self, effects: Sequence[_Effect]) -> None:
+    def perform(self, effects: Sequence[_Effect]) -> None:
         """Perform what the machines ask for, in order."""
         for effect in effects:
             if isinstance(effect, _core.SendFrame):
@@ -388,7 +394,7 @@ class MemoryTransport:
     def _end_grant(self, transfer_id: TransferId, event: _core.GrantEvent, why: str = "") -> GrantState:
         with self._open() as endpoint:
             state, effects = endpoint.end_grant(transfer_id.raw, event, self._network.now_ns, why)
-            self.act(effects)
+            self.perform(effects)
             return GrantState(int(state))
 
     def _start_dial(self, effect: _core.Dial) -> None:
@@ -397,7 +403,7 @@ class MemoryTransport:
         def fail(text: str = "the connection was lost") -> None:
             if not self._is_closed:
                 now_ns = self._network.now_ns
-                self.act(self.endpoint.dial_failed(peer, kind, _core.Code.transport, text, now_ns))
+                self.perform(self.endpoint.dial_failed(peer, kind, _core.Code.transport, text, now_ns))
 
         def arrive() -> None:
             if self._is_closed:
@@ -411,8 +417,8 @@ class MemoryTransport:
             theirs, their_effects = other.endpoint.accepted(kind, nonces[1], self._network.now_ns)
             self.links[mine] = _Link(other, theirs, _core.Decoder())
             other.links[theirs] = _Link(self, mine, _core.Decoder())
-            self.act(effects)
-            other.act(their_effects)
+            self.perform(effects)
+            other.perform(their_effects)
 
         passage = Passage(self._ref, read_ref(peer), "dial")
         self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=fail, drop=fail))
@@ -427,7 +433,7 @@ class MemoryTransport:
         def cut() -> None:
             self.unlink(session)
             if not self._is_closed:
-                self.act(self.endpoint.closed(session, self._network.now_ns))
+                self.perform(self.endpoint.closed(session, self._network.now_ns))
 
         self._network.call_soon(
             lambda: self._network.judge(passage, lambda: link.peer.receive(link.peer_session, data), cut=cut)
@@ -441,7 +447,7 @@ class MemoryTransport:
         link.decoder.feed(data)
         frame = link.decoder.next()
         if frame is not None:
-            self.act(self.endpoint.on_frame(session, frame, self._network.now_ns))
+            self.perform(self.endpoint.on_frame(session, frame, self._network.now_ns))
 
     def _start_read(self, effect: _core.ReadBlocks) -> None:
         link = self.links.get(effect.session)
@@ -450,7 +456,7 @@ class MemoryTransport:
         def stop(text: str = "the connection was lost", code: _core.Code = _core.Code.transport) -> None:
             if not self._is_closed:
                 now_ns = self._network.now_ns
-                self.act(self.endpoint.read_stopped(effect.id, effect.token, code, text, now_ns))
+                self.perform(self.endpoint.read_stopped(effect.id, effect.token, code, text, now_ns))
 
         def arrive() -> None:
             if self._is_closed:
@@ -462,11 +468,11 @@ class MemoryTransport:
             if data is None:
                 stop("the source's memory is gone")
                 return
-            if effect.sums and list(effect.sums) != [_core.crc32c(piece) for piece in data]:
+            if effect.checksums and list(effect.checksums) != [_core.crc32c(element) for element in data]:
                 stop("a block has another checksum than its source said", _core.Code.checksum)
                 return
             self._memories.write(effect.to, data)
-            self.act(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
+            self.perform(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
 
         passage = Passage(source, reader, "read")
         self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))

@@ -1,5 +1,5 @@
-"""Registered memory as the ``memory`` lane sees it: blocks of pools and pieces of regions as bytes. Decides where each
-lies; must never know who may read or fill it.
+"""Registered memory as the ``memory`` lane sees it: blocks of pools and elements of regions as bytes. Decides where
+each lies; must never know which peers may read or fill it.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class BlockMemory:
 
 
 def places_of(extent: _core.Extent) -> list[tuple[int, int, int]]:
-    """(region, offset, length) of each piece of an extent over ranges."""
+    """(region, offset, length) of each element of an extent over ranges."""
     if extent.ranges is None:
         raise KvxferError("an extent over a pool has no ranges")
-    grids = np.array(extent.ranges.grids, dtype=np.int64).reshape(-1, 5)
-    pieces = np.asarray(extent.blocks, dtype=np.int64)
-    ends = np.cumsum(grids[:, 4])
-    grid = np.searchsorted(ends, pieces, side="right")
-    offsets = grids[grid, 1] + (pieces - (ends - grids[:, 4])[grid]) * grids[grid, 2]
-    return list(zip(grids[grid, 0].tolist(), offsets.tolist(), grids[grid, 3].tolist(), strict=True))
+    rows = np.array(extent.ranges.rows, dtype=np.int64).reshape(-1, 5)
+    elements = np.asarray(extent.blocks, dtype=np.int64)
+    ends = np.cumsum(rows[:, 4])
+    row = np.searchsorted(ends, elements, side="right")
+    offsets = rows[row, 1] + (elements - (ends - rows[:, 4])[row]) * rows[row, 2]
+    return list(zip(rows[row, 0].tolist(), offsets.tolist(), rows[row, 3].tolist(), strict=True))
 
 
 class RegionMemory:
@@ -93,7 +93,7 @@ class Memories:
         self.regions.clear()
 
     def read(self, extent: _core.Extent) -> list[bytes] | None:
-        """The bytes of each piece, for a peer; ``None`` where its memory is not registered for that."""
+        """The bytes of each element, for a peer; ``None`` where its memory is not registered for that."""
         if extent.ranges is None:
             pool = self.pools.get(extent.pool)
             return None if pool is None else [row.tobytes() for row in pool.read(extent.blocks)]
@@ -103,14 +103,14 @@ class Memories:
     def write(self, extent: _core.Extent, data: Sequence[bytes]) -> None:
         """The reverse of :meth:`read`."""
         if extent.ranges is None:
-            rows = np.stack([np.frombuffer(piece, np.uint8) for piece in data])
+            rows = np.stack([np.frombuffer(element, np.uint8) for element in data])
             self.pools[extent.pool].write(extent.blocks, rows)
             return
         views = self._views(extent, is_peer=False)
         if views is None:
             raise KvxferError("the machines let bytes land in a region that is not registered")
-        for view, piece in zip(views, data, strict=True):
-            view[:] = np.frombuffer(piece, np.uint8)
+        for view, element in zip(views, data, strict=True):
+            view[:] = np.frombuffer(element, np.uint8)
 
     def _views(self, extent: _core.Extent, *, is_peer: bool) -> list[npt.NDArray[np.uint8]] | None:
         views = []

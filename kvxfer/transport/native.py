@@ -30,7 +30,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.transport import ucx
 from kvxfer.transport.base import (
     LANES,
-    NO_CONTENT,
+    NO_CONTENT_DIGEST,
     Blocks,
     Event,
     PostOrder,
@@ -145,9 +145,9 @@ class NativeBinding:
 
 
 def _place_for(lanes: Sequence[Lane], runtime_dir: str) -> SocketPlace:
-    """A place for the Unix socket, or none where the lanes that need no such socket are left.
+    """A place for the Unix socket, or none if lanes are left that need no such socket.
 
-    Raises ConfigError where every lane needs one.
+    Raises ConfigError if every lane needs one.
     """
     place = find_socket_place(runtime_dir)
     needing = [lane for lane in lanes if lane in UNIX_SOCKET_LANES]
@@ -188,14 +188,16 @@ class NativeTransport:
     def wait(self, timeout_s: float) -> bool:
         return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
         check_segments(
             segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
         )
         is_exposed = pool.exposure is Exposure.POOL
         is_shared = region.shared is not None and pool.is_shareable and is_exposed
         info = _core.PoolInfo(
-            pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared, is_exposed, checks
+            pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared, is_exposed, has_checksums
         )
         parts = [(segment.offset_bytes, segment.stride_bytes, segment.length_bytes) for segment in segments]
         if region.shared is not None:
@@ -226,11 +228,11 @@ class NativeTransport:
     def remove_region(self, region_id: int) -> None:
         self.core.remove_region(region_id)
 
-    def set_guest_key(self, key: bytes) -> None:
-        self.core.set_guest_key(key)
+    def accept_bearer_key(self, key: bytes) -> None:
+        self.core.accept_bearer_key(key)
 
-    def set_root(self, root: bytes) -> None:
-        self.core.set_root(root)
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
+        self.core.accept_derived_keys(cluster_secret)
 
     def is_connected(self, ref: AgentRef) -> bool:
         return self.core.is_connected(write_ref(ref))
@@ -257,7 +259,7 @@ class NativeTransport:
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         self.core.grant(
             transfer_id.raw,
@@ -266,7 +268,7 @@ class NativeTransport:
             reader=reader,
             ttl_ns=as_nanoseconds("ttl_s", ttl_s),
             ready_blocks=ready_blocks,
-            content=content,
+            content_digest=content_digest,
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
@@ -278,8 +280,8 @@ class NativeTransport:
     def has_begun(self, transfer_id: TransferId) -> bool:
         return self.core.has_begun(transfer_id.raw)
 
-    def decline(self, transfer_id: TransferId) -> None:
-        self.core.decline(transfer_id.raw)
+    def abort_grant(self, transfer_id: TransferId) -> None:
+        self.core.abort_grant(transfer_id.raw)
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         self.core.ready(transfer_id.raw, blocks, layers=layers, complete=complete)
@@ -310,8 +312,8 @@ class NativeTransport:
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        content_digest: bytes = NO_CONTENT_DIGEST,
+        wants_checksums: bool = False,
     ) -> None:
         self.core.pull(
             transfer_id.raw,
@@ -319,13 +321,13 @@ class NativeTransport:
             pool_id,
             blocks,
             first=first,
-            content=content,
+            content_digest=content_digest,
             lanes=[LANES[lane] for lane in lanes],
             deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
             granted_ns=as_nanoseconds("granted_s", granted_s),
             count=count,
             tells_granted=tells_granted,
-            wants_sums=wants_sums,
+            wants_checksums=wants_checksums,
         )
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
@@ -343,8 +345,8 @@ class NativeTransport:
     def cancel(self, transfer_id: TransferId) -> None:
         self.core.cancel(transfer_id.raw)
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
-        self.core.give_up(transfer_id.raw, write_ref(source))
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
+        self.core.abort_pull(transfer_id.raw, write_ref(source))
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
         state = self.core.transfer_state(transfer_id.raw)
@@ -353,10 +355,10 @@ class NativeTransport:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         return self.core.notify(write_ref(to), payload)
 
-    def hold_notifications(self, nbytes: int) -> None:
-        """How many bytes of the notifications that were taken still wait for the program: they count as not taken, so
-        that peers are not listened to without bound."""
-        self.core.hold_notifications(nbytes)
+    def set_unfetched_notification_bytes(self, nbytes: int) -> None:
+        """How many bytes of taken notifications the program has not fetched: they count as waiting, which bounds the
+        notifications that peers can queue."""
+        self.core.set_unfetched_notification_bytes(nbytes)
 
     def counts(self) -> _core.EndpointCounts:
         return self.core.counts()
@@ -369,8 +371,8 @@ class NativeTransport:
 
 
 def host_id() -> str:
-    """This kernel's boot id and our uid: agents with an equal one can share memory. Empty where the kernel does not say
-    (a masked /proc): such an agent is met over the network alone."""
+    """This kernel's boot id and our uid: agents with an equal one can share memory. Empty if the kernel does not say
+    (a masked /proc): peers then reach such an agent only over the network."""
     try:
         boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -378,12 +380,12 @@ def host_id() -> str:
     return f"{boot_id}:{os.geteuid()}"
 
 
-def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Pieces, _core.Pieces, list[_core.Lane]]:
+def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Elements, _core.Elements, list[_core.Lane]]:
     return write_ref(order.peer), order.local, order.remote, [LANES[lane] for lane in order.lanes]
 
 
 def _device(region: Region) -> int:
-    """The CUDA device of a region as the native core is told; -1: it is the host's."""
+    """The CUDA device of a region for the native core; -1: host memory."""
     return region.device if region.memory is MemoryKind.CUDA else -1
 
 

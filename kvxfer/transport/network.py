@@ -1,4 +1,4 @@
-"""The network of the ``memory`` lane: a queue of what is on its way between the agents of one process.
+"""The network of the ``memory`` lane: a queue of actions between the agents of one process.
 
 It decides when what was sent arrives, and in which order: everything in the order it was sent, one action at a
 :meth:`MemoryNetwork.step`, after ``latency_ns`` of the network's own clock. It must never look into what it carries.
@@ -29,17 +29,17 @@ from kvxfer.types import AgentRef
 
 
 class Node(Protocol):
-    """What the network asks of a transport that joined it."""
+    """A transport that joined the network, as the network sees it."""
 
     @property
     def ref(self) -> AgentRef: ...
 
     def next_deadline(self) -> int:
-        """When its machines want to see the time."""
+        """The time of its machines' next tick."""
         ...
 
     def tick(self) -> None:
-        """Let its machines see the time."""
+        """Tick its machines."""
         ...
 
     def cut(self, other: AgentRef) -> None:
@@ -48,7 +48,7 @@ class Node(Protocol):
 
 
 class PassageFate(enum.Enum):
-    """What becomes of something that is about to arrive. A dial or a read that is dropped or cut fails."""
+    """The fate of an arrival. A dial or a read that is dropped or cut fails."""
 
     ARRIVE = "arrive"
     DROP = "drop"
@@ -103,7 +103,7 @@ class MemoryNetwork:
         return self._virtual_ns if self._clock is None else self._clock.now_ns()
 
     def step(self) -> bool:
-        """Do the one action that is due, or let the machines see the time; whether there was anything to do.
+        """Do the one action that is due, or tick the machines; whether there was anything to do.
 
         In virtual time, when nothing is due the clock jumps to the next moment at which something is.
         """
@@ -141,7 +141,7 @@ class MemoryNetwork:
         self._virtual_ns = end_ns
 
     def next_ns(self) -> int:
-        """When there is something to do next, by the network's clock."""
+        """The time of the next action, by the network's clock."""
         with self.lock:
             moments = [node.next_deadline() for node in self._nodes.values()]
             if self._queue:
@@ -149,7 +149,7 @@ class MemoryNetwork:
             return min(moments, default=_core.NEVER_NS)
 
     def release_held(self) -> None:
-        """Let everything arrive that the fault hook told to hold, in its order."""
+        """Let all held actions arrive, in their order."""
         with self.lock:
             held, self._held = self._held, []
             for action in held:
@@ -203,7 +203,7 @@ class MemoryNetwork:
         cut: Callable[[], None],
         drop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Let ``arrive`` happen, or what the fault hook makes of it."""
+        """Let ``arrive`` happen, or the fate that the fault hook chose."""
         fate = PassageFate.ARRIVE if self.fault is None else self.fault(passage)
         if fate is PassageFate.CUT:
             cut()

@@ -1,4 +1,4 @@
-"""What a batch asks the core for: checks two prepared lists against each other and cuts them into transfers that one
+"""The transfers of a batch: checks two prepared lists against each other and cuts them into transfers that one
 frame each can carry. Decides where to cut; must never know time or what became of an earlier batch.
 """
 
@@ -16,7 +16,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Prepared, RemotePeer, Words
 from kvxfer.transport.lane_choice import LaneChoice
-from kvxfer.types import Lane
+from kvxfer.types import ChecksumMode, Lane
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
@@ -25,7 +25,7 @@ SHARE_BYTES_MIN = 8 << 20
 
 
 class Op(enum.StrEnum):
-    """What a batch does, seen from the agent that posts it."""
+    """The direction of a batch, seen from the agent that posts it."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -33,23 +33,23 @@ class Op(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanPart:
-    """One transfer: pieces of our memory, and as many of the peer's."""
+    """One transfer: elements of our memory, and as many of the peer's."""
 
-    local: _core.Pieces
-    remote: _core.Pieces
+    local: _core.Elements
+    remote: _core.Elements
 
 
 RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
-"""The transport that starts a plan, and what the call says of lanes and of checksums."""
+"""The transport that starts a plan, and the call's lanes and checksums."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Route:
-    """What is found out at the first start of a plan and does not change until the next one."""
+    """The result of a plan's first start, which later starts reuse."""
 
     choice: LaneChoice
-    checks: str
-    """The checksum policy, a ``ChecksumMode``."""
+    checksum: ChecksumMode
+    """Whether its posts carry checksums."""
     starts: dict[tuple[Lane, ...], tuple[StartPost, ...]] = dataclasses.field(default_factory=dict)
     """One of each part, by the order in which lanes are tried."""
 
@@ -63,7 +63,7 @@ class TransferPlan:
     remote: Prepared
     peer: RemotePeer
     parts: tuple[PlanPart, ...]
-    pieces: int
+    elements: int
     nbytes: int
     routes: dict[RouteKey, Route] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -90,7 +90,7 @@ def make_plan(
     count, other_count = (p.count if ids is None else len(ids) for p, ids in ((local, own), (remote, other)))
     if count != other_count:
         raise InvalidArgumentError(f"{count} local descriptors do not pair with {other_count} of the peer")
-    mine, theirs = local.pieces(own), remote.pieces(other)
+    mine, theirs = local.elements(own), remote.elements(other)
     if local.length_bytes and local.length_bytes == remote.length_bytes:
         nbytes = local.length_bytes * count
     else:
@@ -98,7 +98,7 @@ def make_plan(
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
     on_wire = (remote,) if op is Op.READ else (local, remote)
-    size = min(size, *(_pieces_max(prepared) for prepared in on_wire))
+    size = min(size, *(_elements_max(prepared) for prepared in on_wire))
     parts = tuple(
         PlanPart(
             _cut(local, mine[begin : begin + size], is_sent=op is Op.WRITE),
@@ -121,8 +121,8 @@ def _compare(mine: Words, theirs: Words, count: int) -> int:
     return int(mine.sum())
 
 
-def _pieces_max(prepared: Prepared) -> int:
-    """How many pieces one frame can carry."""
+def _elements_max(prepared: Prepared) -> int:
+    """How many elements one frame can carry."""
     if prepared.is_table:
         return LIST_BYTES_MAX // RANGE_BYTES
     if _is_sent_whole(prepared):
@@ -135,12 +135,12 @@ def _is_sent_whole(prepared: Prepared) -> bool:
     return RANGE_BYTES * len(prepared.strided) <= LIST_BYTES_MAX // 2
 
 
-def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> _core.Pieces:
+def _cut(prepared: Prepared, elements: Blocks, *, is_sent: bool) -> _core.Elements:
     if not is_sent or prepared.is_table or _is_sent_whole(prepared):
-        return _core.Pieces(prepared.ranges, np.ascontiguousarray(pieces))
-    row = prepared.strided_of(pieces)
+        return _core.Elements(prepared.ranges, np.ascontiguousarray(elements))
+    row = prepared.strided_of(elements)
     used, slot = np.unique(row, return_inverse=True)
     strided = np.ascontiguousarray(prepared.strided[used])
     ends, own_ends = np.cumsum(prepared.strided[:, 4]), np.cumsum(strided[:, 4])
-    within = pieces - (ends - prepared.strided[:, 4])[row]
-    return _core.Pieces(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))
+    within = elements - (ends - prepared.strided[:, 4])[row]
+    return _core.Elements(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))

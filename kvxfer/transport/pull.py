@@ -18,12 +18,12 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgumentError, KvxferError, TransferCancelledError, from_code
 from kvxfer.policy.calibration import LaneOrder
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.policy.lanes import explain
-from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT, STATES, Blocks, as_blocks
+from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT_DIGEST, STATES, Blocks, as_blocks
 from kvxfer.transport.lane_choice import LaneChoice, LaneChooser
 from kvxfer.transport.transfers import TransferTable
-from kvxfer.types import AgentRef, Lane, Member, PoolRecord, TransferId, TransferState
+from kvxfer.types import AgentRef, ChecksumMode, Lane, Member, PoolRecord, TransferId, TransferState
 
 POSITION_MAX = 0xFFFFFFFF
 NO_BLOCKS: Blocks = np.empty(0, dtype=np.uint32)
@@ -31,8 +31,8 @@ NO_BLOCKS: Blocks = np.empty(0, dtype=np.uint32)
 
 @dataclasses.dataclass(frozen=True)
 class PullOrder:
-    """What was asked for. ``lanes``: allowed, best first. Blocks are uint32, shape [n]; ``None``: ``count`` of them are
-    given once the grant exists, for which ``timeout_s`` are allowed. ``deadline_s`` counts from then."""
+    """The arguments of a pull. ``lanes``: allowed, best first. Blocks are uint32, shape [n]; ``None``: ``count`` of
+    them are given once the grant exists, for which ``timeout_s`` are allowed. ``deadline_s`` counts from then."""
 
     transfer_id: TransferId
     source: str
@@ -43,8 +43,8 @@ class PullOrder:
     lanes: tuple[Lane, ...]
     timeout_s: float
     deadline_s: float
-    content: bytes = NO_CONTENT
-    checks: str = "off"
+    content_digest: bytes = NO_CONTENT_DIGEST
+    checksum: ChecksumMode = ChecksumMode.OFF
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class PullOrder:
 
 @dataclasses.dataclass(frozen=True)
 class TransferProgress:
-    """Where a transfer stands. ``lane`` is ``None`` until one was tried; bytes count whole blocks."""
+    """The progress of a transfer. ``lane`` is ``None`` until one was tried; bytes count whole blocks."""
 
     blocks_done: int
     blocks_total: int
@@ -79,7 +79,7 @@ class TransferResult:
     source: AgentRef
     lane: Lane
     lane_reason: str
-    """Why this lane, and why not those that were allowed before it."""
+    """Why this lane, and why not the allowed ones before it."""
     blocks: int
     bytes: int
     seconds: Mapping[str, float]
@@ -87,10 +87,10 @@ class TransferResult:
     ``wire`` (in which blocks were read, added up; on stream and unix a read begins when
     bytes are there), ``confirm`` (last byte to verdict)."""
     bytes_before_complete: int
-    """Landed before the source had announced that it is complete."""
+    """Blocks that landed before the source had announced all of them."""
     attempts: int
     blocks_checked: int = 0
-    """Whose CRC-32C was verified before the commit."""
+    """Blocks whose CRC-32C was verified before the commit."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -104,13 +104,13 @@ Outcome: TypeAlias = TransferResult | KvxferError
 
 @dataclasses.dataclass(frozen=True)
 class _Begun:
-    """What is known of a pull since its source is."""
+    """The state of a pull whose source is known."""
 
     source: Member
     order: LaneOrder
     reasons: Mapping[Lane, str]
     plan_s: float
-    has_asked_sums: bool
+    has_asked_checksums: bool
 
 
 class Pull:
@@ -139,7 +139,7 @@ class Pull:
         self._lock = threading.RLock()
         """Held while it goes to the transport: until then a cancel ends it here, and from then on there."""
         self._given = order.blocks
-        """What the transport will be given as blocks."""
+        """The blocks for the transport."""
         self._begun: _Begun | None = None
         self._is_given_up = False
         self._count = order.count
@@ -168,14 +168,14 @@ class Pull:
         return self._is_drained
 
     def progress(self) -> TransferProgress:
-        """Where it stands in this moment."""
+        """Its progress now."""
         state = self._state
         if not state.is_final and self._begun is not None:
             state = self._transport.transfer_state(self.transfer_id) or state
         return TransferProgress(self._done, self._count, self._done * self.order.pool.block_bytes, state, self._lane)
 
     def result(self) -> TransferResult:
-        """What it became. Raises the error that ended it; InvalidArgumentError while it is under way."""
+        """Its result. Raises the error that ended it; InvalidArgumentError while it is in progress."""
         if self._outcome is None:
             raise InvalidArgumentError(f"{self!r} is not over")
         if isinstance(self._outcome, KvxferError):
@@ -207,12 +207,14 @@ class Pull:
         nbytes = order.count * order.pool.block_bytes
         ranked = self._lanes.order(ref, source.address, choice.lanes, nbytes)
         plan_s = time.monotonic() - order.started_s
-        sums = wants_checksums(order.checks, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address))
+        checksums = carries_checksums(
+            order.checksum, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address)
+        )
         with self._lock:
             if self._is_given_up:
                 return
             # Before the transport has it: another thread may hear of its end at once.
-            self._begun = _Begun(source, ranked, choice.reasons, plan_s, sums)
+            self._begun = _Begun(source, ranked, choice.reasons, plan_s, checksums)
             self._lane = ranked.lanes[0]
             self._transport.pull(
                 self.transfer_id,
@@ -225,12 +227,12 @@ class Pull:
                 granted_s=order.deadline_s,
                 tells_granted=self._on_granted is not None,
                 count=order.count,
-                content=order.content,
-                wants_sums=sums,
+                content_digest=order.content_digest,
+                wants_checksums=checksums,
             )
 
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
-        """Give it its blocks. Raises InvalidArgumentError where it is over, has blocks, or its source is not known yet;
+        """Give it its blocks. Raises InvalidArgumentError if it has ended, has blocks, or its source is not known yet;
         BlocksBusyError."""
         index = as_blocks(blocks)
         before, self._count = self._count, len(index)
@@ -241,7 +243,7 @@ class Pull:
             raise
 
     def unreserve(self) -> bool:
-        """Take its blocks back as long as its grant is not known to exist. False: they are in use, or it is over."""
+        """Take its blocks back while its grant is not known to exist. False: they are in use, or it has ended."""
         with self._lock:
             if self._begun is None and self._given is not None and not self._is_given_up:
                 self._given = None
@@ -249,7 +251,7 @@ class Pull:
         return self._transport.unreserve(self.transfer_id)
 
     def cancel(self, error: KvxferError | None = None) -> None:
-        """Give it up: it ends as cancelled, or with ``error``, unless it has ended. Returns at once."""
+        """Cancel it: it ends as cancelled, or with ``error``, unless it has ended. Returns at once."""
         if self.is_final:
             return
         self._end_with = self._end_with or error
@@ -261,7 +263,7 @@ class Pull:
         self.end(self._end_with or TransferCancelledError(f"transfer {self.transfer_id} was cancelled"))
 
     def end(self, error: KvxferError) -> None:
-        """End it where the transport does not have it (any more), unless another thread did."""
+        """End it if the transport does not have it (any more), unless another thread has."""
         with self._lock:
             self._is_given_up = True
         if self._table.remove(self.transfer_id.raw, self):
@@ -306,7 +308,7 @@ class Pull:
         if event.blocks_before_complete == 0:  # else it waited for the source to compute
             nbytes = self._count * block_bytes
             self._lanes.measured(begun.source.ref, begun.source.address, lane, nbytes, wire_s + confirm_s)
-        is_told = begun.has_asked_sums or event.blocks_checked
+        is_told = begun.has_asked_checksums or event.blocks_checked
         return TransferResult(
             transfer_id=self.transfer_id,
             source=begun.source.ref,

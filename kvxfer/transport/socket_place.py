@@ -24,7 +24,7 @@ SOCKET_PATH_MAX = 107
 OWN_PREFIX = "kvxfer-socket-"
 """Of the directory that a process makes for its own socket, where it is given none."""
 STALE_AFTER_S = 60.0
-"""A socket file that is older and that nobody listens on was left by a killed process."""
+"""An older socket file without a listener was left by a killed process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def find_socket_place(runtime_dir: str) -> SocketPlace:
 
 
 class OwnDirectory:
-    """A directory of this process alone. A lock on it shows that the process lives, as long as it does."""
+    """A directory of this process alone. A lock on it shows that the process runs."""
 
     def __init__(self, parent: str) -> None:
         """Removes those of processes that were killed, first. Raises OSError."""
@@ -79,7 +79,7 @@ class OwnDirectory:
             self.path = pathlib.Path(tempfile.mkdtemp(prefix=OWN_PREFIX, dir=parent))
             with contextlib.suppress(FileNotFoundError):  # taken for a killed one's, before it was locked
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there
+                with contextlib.suppress(OSError):  # a file system without locks: no sweep is possible
                     fcntl.flock(self._descriptor, fcntl.LOCK_EX)
                 if self.path.exists():
                     return

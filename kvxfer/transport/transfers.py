@@ -23,8 +23,8 @@ TRANSFER_EVENTS = (TransferProgress, TransferGranted, TransferFinal, TransferDra
 
 
 class Handle(Protocol):
-    """What stands in the table for one or several ids. Where a signal handler raised out of one of the four events, the
-    same event is handled again, and must then change nothing that it changed before.
+    """A table entry for one or several ids. If a signal handler raised out of one of the four event methods, the same
+    event is handled again, and must then not repeat its changes.
     """
 
     @property
@@ -44,7 +44,7 @@ class Handle(Protocol):
         ...
 
     def fail(self, error: KvxferError) -> None:
-        """The transport moves nothing any more: end with ``error``, unless it has ended, and drain."""
+        """The transport has ended: end with ``error``, unless it has ended, and drain."""
         ...
 
 
@@ -59,12 +59,12 @@ class TransferTable:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Without ``drain`` a poll takes the transport's events and gives those of no transfer to ``on_event``, which
-        must not block. With it, the owner takes them, and a poll calls ``drain`` to have that done."""
+        must not block. With it, a poll calls ``drain``, by which the owner takes them."""
         self.transport = transport
         self.lock = threading.RLock()
-        """Of this table and of those handles that several calls of one thread may be in, through a signal handler."""
+        """Guards this table and its handles. Reentrant: a signal handler may poll inside of a call."""
         self.failure: KvxferError | None = None
-        """What broke the transport."""
+        """The error that ended the transport."""
         self._drain = drain
         self._on_event = on_event
         self._handles: dict[bytes, Handle] = {}
@@ -85,7 +85,7 @@ class TransferTable:
         return self._handles.setdefault(identity, handle) is handle
 
     def remove(self, identity: bytes, handle: Handle) -> bool:
-        """Whether it was there; of several threads that remove it, one gets True."""
+        """Whether it was there; only one of several threads that remove it gets True."""
         with self.lock:
             if self._handles.get(identity) is not handle:
                 return False
@@ -98,7 +98,7 @@ class TransferTable:
 
     def handle(self, event: Any) -> bool:
         """Take one event of the transport (an Event); False where it is of no transfer here. If a signal handler raised
-        before it returned, it is to be called again with the same event."""
+        before it returned, call it again with the same event."""
         if not isinstance(event, TRANSFER_EVENTS):
             return False
         found = self._handles.get(event.id)
@@ -115,8 +115,8 @@ class TransferTable:
         return True
 
     def poll(self) -> None:
-        """Take what happened since; never waits. Raises what a callback raises (each is called once all the same), and
-        whatever a signal handler does; the next poll goes on where that came between."""
+        """Take the events since the last poll; never waits. Raises what a callback raises (each is still called once),
+        and what a signal handler raises; the next poll continues after the interruption."""
         if self._drain is not None:
             self._drain()
             return
@@ -135,13 +135,13 @@ class TransferTable:
                 self._taken(event)
 
     def cancel_all(self, error: KvxferError | None = None) -> None:
-        """Give every transfer up; they end with ``error``."""
+        """Cancel every transfer; they end with ``error``."""
         for handle in self.handles:
             with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
                 handle.cancel(error)
 
     def fail_all(self, error: KvxferError) -> None:
-        """The transport moves nothing any more: end what is still open, and start nothing else."""
+        """The transport has ended: end the open transfers, and refuse new ones."""
         with self.lock:
             self.failure = error
         for handle in self.handles:

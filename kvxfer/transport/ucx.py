@@ -119,7 +119,7 @@ def core_options(
 ) -> tuple[str, str]:
     """``(ucx_library, ucx_tls)`` of a core that serves ``lanes``; an empty library keeps UCX out of the process.
 
-    Where nobody asked for it (the lanes are the default ones, none named a library) it is loaded only where it can do
+    If it was not asked for (the lanes are the default ones, no library is named) it is loaded only if it can do
     what no other lane can: RDMA, or device memory on a host that has a GPU.
     """
     environ = os.environ if environ is None else environ

@@ -1,4 +1,4 @@
-"""When blocks and posts carry checksums, and what a result says of it: each policy on each kind of lane."""
+"""When blocks and posts carry checksums, and what a result says of it: each mode on each kind of lane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent import TransferResult
 from kvxfer.errors import LaneUnavailableError
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.batch import BatchStatistics
 from kvxfer.transport.engine import Op
@@ -25,13 +25,13 @@ ONE_SIDED = [Lane.MAPPED, Lane.CMA]
 
 
 @contextlib.asynccontextmanager
-async def two(checks: str = "off", pools: tuple[str, str] = ("off", "off")) -> AsyncIterator[tuple[Agent, Agent]]:
+async def two(checksum: str = "off", pools: tuple[str, str] = ("off", "off")) -> AsyncIterator[tuple[Agent, Agent]]:
     """Source and destination; ``pools``: the checksum mode of each one's pool."""
-    config = AgentConfig(post_checksum=ChecksumMode(checks), calibrate=False)
+    config = AgentConfig(post_checksum=ChecksumMode(checksum), calibrate=False)
     agents = Agent(info("source"), config=config), Agent(info("destination"), config=config)
     async with agents[0], agents[1]:
-        for agent, policy in zip(agents, pools, strict=True):
-            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checksum=ChecksumMode(policy))
+        for agent, mode in zip(agents, pools, strict=True):
+            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checksum=ChecksumMode(mode))
         agents[0].pools[0].array[:] = 7
         introduce(*agents)
         yield agents
@@ -73,8 +73,8 @@ async def test_a_pool_with_checks_is_checked_on_every_lane(lane: Lane) -> None:
     assert "checksums verified" in result.lane_reason
 
 
-async def test_a_source_without_sums_sends_to_a_pool_with_checks() -> None:
-    """What a reader would copy by itself goes by a lane on which the sums go along, and the result says why."""
+async def test_a_source_without_checksums_sends_to_a_pool_with_them() -> None:
+    """What a reader would copy by itself goes by a lane on which the checksums go along, and the result says why."""
     async with two(pools=("off", "on")) as (source, destination):
         result = await pull(source, destination)
         assert (result.lane, result.blocks_checked) == (Lane.UNIX, BLOCKS)
@@ -87,10 +87,10 @@ async def test_a_source_without_sums_sends_to_a_pool_with_checks() -> None:
 async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
     async with two("on") as (source, destination):
         result = await post(op, source, destination)
-        assert (result.lane, result.pieces_checked) == (Lane.UNIX, 16)
-        assert "checks are on" in result.lane_reason
+        assert (result.lane, result.elements_checked) == (Lane.UNIX, 16)
+        assert "checksums are on" in result.lane_reason
         assert "checksums verified" in result.lane_reason
-        with pytest.raises(LaneUnavailableError, match="checks are on"):
+        with pytest.raises(LaneUnavailableError, match="checksums are on"):
             await post(op, source, destination, *ONE_SIDED)
 
 
@@ -98,12 +98,12 @@ async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
 async def test_mode_auto_checks_transfers_from_another_host(op: Op) -> None:
     async with two("auto", pools=("auto", "auto")) as (source, destination):
         near = await post(op, source, destination, Lane.STREAM)
-        assert (near.pieces_checked, (await pull(source, destination, Lane.STREAM)).blocks_checked) == (0, 0)
+        assert (near.elements_checked, (await pull(source, destination, Lane.STREAM)).blocks_checked) == (0, 0)
         move_away(destination, source)
         move_away(source, destination)
         lanes = [lane for lane in AgentConfig().lanes if lane is not Lane.UCX]  # where it is, it is tried first
         far, pulled = await post(op, source, destination, *lanes), await pull(source, destination, *lanes)
-        assert (far.lane, far.pieces_checked) == (pulled.lane, 16) == (Lane.STREAM, 16)
+        assert (far.lane, far.elements_checked) == (pulled.lane, 16) == (Lane.STREAM, 16)
         assert pulled.blocks_checked == BLOCKS
 
 
@@ -112,14 +112,14 @@ async def test_mode_off_checks_nothing(op: Op) -> None:
     async with two() as (source, destination):
         move_away(destination, source)
         move_away(source, destination)
-        assert (await post(op, source, destination)).pieces_checked == 0
+        assert (await post(op, source, destination)).elements_checked == 0
         assert (await pull(source, destination)).blocks_checked == 0
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
-async def test_sampled_transfers_say_where_their_lane_has_no_sums(is_chosen: bool) -> None:
+async def test_sampled_transfers_say_where_their_lane_has_no_checksums(is_chosen: bool) -> None:
     ids = (fresh_id() for _ in range(10_000))
-    chosen = (one for one in ids if wants_checksums("sampled", one.raw, is_same_host=True) is is_chosen)
+    chosen = (one for one in ids if carries_checksums(ChecksumMode.SAMPLED, one.raw, is_same_host=True) is is_chosen)
     async with two(pools=("sampled", "sampled")) as (source, destination):
         sent = await pull(source, destination, Lane.STREAM, transfer_id=next(chosen))
         mapped = await pull(source, destination, Lane.MAPPED, transfer_id=next(chosen))

@@ -38,7 +38,7 @@ async def test_read_and_write(pair: tuple[Agent, Agent], op: Op) -> None:
     local = agent.prepare(rows(ours.record, list(range(16))))
     remote = agent.prepare(rows(other.record, list(range(16))), peer="source", records=records)
     result = await agent.post(op, local, [3, 1], remote, [7, 8], notification=b"there")
-    assert (result.bytes, result.pieces, result.parts) == (8192, 2, 1)
+    assert (result.bytes, result.elements, result.parts) == (8192, 2, 1)
     pairs = [(7, 3), (8, 1)] if op is Op.READ else [(3, 7), (1, 8)]
     for from_, to in pairs:
         assert (destination[to * 4096 : (to + 1) * 4096] == source[from_ * 4096 : (from_ + 1) * 4096]).all()

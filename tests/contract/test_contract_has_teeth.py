@@ -71,7 +71,7 @@ def forget_to_revoke(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransport, "revoke_grant", lambda self, transfer_id: GrantState.REVOKED)
 
 
-def corrupt_pieces(patch: pytest.MonkeyPatch) -> None:
+def corrupt_elements(patch: pytest.MonkeyPatch) -> None:
     read = Memories.read
 
     def flip(self: Memories, extent: _core.Extent) -> list[bytes] | None:
@@ -81,7 +81,7 @@ def corrupt_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Memories, "read", flip)
 
 
-def spill_pieces(patch: pytest.MonkeyPatch) -> None:
+def spill_elements(patch: pytest.MonkeyPatch) -> None:
     write = Memories.write
 
     def next_too(self: Memories, extent: _core.Extent, data: Sequence[bytes]) -> None:
@@ -111,10 +111,10 @@ def tell_early(patch: pytest.MonkeyPatch) -> None:
     prepare_push = MemoryTransport.prepare_push
 
     def notify_first(self: MemoryTransport, order: PostOrder) -> StartPost:
-        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_checksums: bool, /) -> None:
             if notification is not None:
                 self.notify(order.peer, notification)
-            prepare_push(self, order)(identity, timeout_ns, None, wants_sums)
+            prepare_push(self, order)(identity, timeout_ns, None, wants_checksums)
 
         return start
 
@@ -126,8 +126,8 @@ def tell_every_part(patch: pytest.MonkeyPatch) -> None:
     prepare_push = MemoryTransport.prepare_push
 
     def with_each(self: MemoryTransport, order: PostOrder) -> StartPost:
-        def start(identity: bytes, timeout_ns: int, _: bytes | None, wants_sums: bool, /) -> None:
-            prepare_push(self, order)(identity, timeout_ns, b"all", wants_sums)
+        def start(identity: bytes, timeout_ns: int, _: bytes | None, wants_checksums: bool, /) -> None:
+            prepare_push(self, order)(identity, timeout_ns, b"all", wants_checksums)
 
         return start
 
@@ -170,8 +170,8 @@ def never_drain(patch: pytest.MonkeyPatch) -> None:
         (write_late, "check_cancel_races_the_read"),
         (say_twice, "check_tail_of_a_grant"),
         (forget_to_revoke, "check_revoke_races_the_read"),
-        (corrupt_pieces, "check_post_bytes"),
-        (spill_pieces, "check_post_bytes"),
+        (corrupt_elements, "check_post_bytes"),
+        (spill_elements, "check_post_bytes"),
         (land_after_cancel, "check_post_cancel_races_the_bytes"),
         (keep_serving, "check_removed_region"),
         (keep_serving, "check_region_taken_back_while_it_is_read"),

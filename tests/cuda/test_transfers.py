@@ -80,7 +80,7 @@ def test_pools(ends: Ends, transfer: str, lane: str, places: tuple[str, str], bl
 def test_pools_with_checksums(ends: Ends, transfer: str, lane: str, places: tuple[str, str]) -> None:
     source, reader = ends(lane)
     blocks, half = 500, 5000
-    pools(source, reader, places, blocks, half, checks=True)
+    pools(source, reader, places, blocks, half, has_checksums=True)
     filled = np.arange(blocks)[::-1]
     source.ask("grant", transfer=transfer, blocks=list(range(blocks)))
     reader.ask("pull", transfer=transfer, blocks=filled.tolist(), lanes=[lane])
@@ -108,7 +108,7 @@ def test_ucx_leaves_to_the_next_lane_what_it_cannot_read_in_one_go(
 @needs_ucx
 def test_ucx_is_passed_over_where_checksums_are_on(ends: Ends, transfer: str) -> None:
     source, reader = ends("ucx,unix")
-    pools(source, reader, (DEVICE, DEVICE), 50, 5000, checks=True)
+    pools(source, reader, (DEVICE, DEVICE), 50, 5000, has_checksums=True)
     source.ask("grant", transfer=transfer, blocks=list(range(50)))
     reader.ask("pull", transfer=transfer, blocks=list(range(50)), lanes=["ucx", "unix"])
     final = reader.ask("wait", transfer=transfer)
@@ -118,7 +118,7 @@ def test_ucx_is_passed_over_where_checksums_are_on(ends: Ends, transfer: str) ->
 @each_lane_and_way
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_registered_memory(ends: Ends, lane: str, places: tuple[str, str], op: str) -> None:
-    """20,000 small pieces, five of a little more than 1 MiB, and a last one of a single byte."""
+    """20,000 small elements, five of a little more than 1 MiB, and a last one of a single byte."""
     source, reader = ends(lane)
     rows = [(0, 1000, 20_000, 1500), (30_000_000, (1 << 20) + 3, 5, (1 << 20) + 501), (36_000_000, 1, 1, 1)]
     nbytes = 36_000_001

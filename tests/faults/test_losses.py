@@ -92,11 +92,11 @@ class Exchange:
         last_word = (DATA, SIZE // 2) if self.lane in STREAMS else (VERDICT, 0)
         owner.proxy(HERE, "stop_at", "from", *last_word)
         owner.proxy(THERE, "stop_at", "to", *last_word)
-        owner.post("write", "WRITE", peer, 0, 0, piece=4096)
+        owner.post("write", "WRITE", peer, 0, 0, element=4096)
         end = time.monotonic() + 20
         while not any(owner.proxy(proxy, "wait_stopped", 0.02) for proxy in (HERE, THERE)):
             assert time.monotonic() < end, f"nothing was held: {owner.state('write')}"
-        reader.post("read", "READ", name, 1, 1, piece=4096)
+        reader.post("read", "READ", name, 1, 1, element=4096)
 
     def expect_lost(self, owner: Any, by_s: float) -> None:
         """Everything is over here, by then; a grant, when its time to live is over."""
@@ -135,7 +135,7 @@ class Exchange:
         self.begin(owner, reader)
         fault(self, owner)
 
-    def lose_a_life(self, owner: Any, is_said: bool) -> None:
+    def lose_an_incarnation(self, owner: Any, is_said: bool) -> None:
         """Another takes its place."""
         self.remote.kill()
         killed_s = time.monotonic()
@@ -145,10 +145,10 @@ class Exchange:
         self.remote = self.open_remote()
 
     def killed(self, owner: Any) -> None:
-        self.lose_a_life(owner, is_said=False)
+        self.lose_an_incarnation(owner, is_said=False)
 
     def killed_and_said(self, owner: Any) -> None:
-        self.lose_a_life(owner, is_said=True)
+        self.lose_an_incarnation(owner, is_said=True)
 
     def stopped(self, owner: Any) -> None:
         """It goes on when it was given up here."""

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults.lanes import LANES, LENDING, ONE_SIDED, at_once
+from tests.support.faults.lanes import LANES, ONE_SIDED, ZERO_COPY_LANES, at_once
 from tests.support.faults.parties import POISON
 from tests.support.faults.phase_fixture import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
 from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
-SIZE, PIECE = 64 << 20, 1 << 20
+SIZE, ELEMENT = 64 << 20, 1 << 20
 SEED = 41
 ATTEMPTS = 20
 TTL_S = 2.0
@@ -61,14 +61,14 @@ class Copy:
             self.reader.paint(POISON, region=0)
             self.name = f"{self.op}-{self.number}"
             posted_s = time.monotonic()
-            self.poster.post(self.name, self.op, self.peer, 0, 0, piece=PIECE, deadline_s=deadline_s)
+            self.poster.post(self.name, self.op, self.peer, 0, 0, element=ELEMENT, deadline_s=deadline_s)
             while self.memory[0] == POISON and self.memory[1] == POISON:
                 assert time.monotonic() < posted_s + 20, "nothing landed"
             self.begun_s = time.monotonic()
             self.reader.stop()
-            if (self.memory[-PIECE:] == POISON).all():
-                if self.lane in LENDING:
-                    assert self.owner.statistics()["bytes_spliced_out"] > 0, "its blocks are not lent"
+            if (self.memory[-ELEMENT:] == POISON).all():
+                if self.lane in ZERO_COPY_LANES:
+                    assert self.owner.statistics()["bytes_spliced_out"] > 0, "its blocks are not sent zero-copy"
                 return
             self.reader.go_on()
             assert self.poster.outcome(self.name) == "committed"

@@ -141,7 +141,7 @@ def test_partition_that_heals(fixture: PhaseFixture) -> None:
 
 @on_all_lanes
 def test_announced_death(fixture: PhaseFixture) -> None:
-    """The coordinator says that the life is over: no waiting."""
+    """The coordinator says that the incarnation is over: no waiting."""
     fixture.begin()
     fixture.source.kill()
     for reader in fixture.readers.values():

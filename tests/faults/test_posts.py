@@ -11,7 +11,7 @@ from tests.support.faults.fault_proxy import READY, REVOKE
 from tests.support.faults.lanes import LANES, STREAMS, at_once, on_all_lanes
 from tests.support.faults.parties import Party
 from tests.support.faults.phase_fixture import PAINT
-from tests.support.faults.posts import PATIENT, PIECE, SEED, SIZE, PostFixture, lose_a_writer
+from tests.support.faults.posts import ELEMENT, PATIENT, SEED, SIZE, PostFixture, lose_a_writer
 from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
@@ -84,7 +84,7 @@ def test_taken_back_is_said_first(lane: str) -> None:
         near.meet(remote.card(0))
         for number in numbers:
             remote.proxy(0, "stop_at", "from", READY, 0)
-            near.post(str(number), "READ", "remote", 0, number, piece=PIECE)
+            near.post(str(number), "READ", "remote", 0, number, element=ELEMENT)
             assert remote.proxy(0, "wait_stopped")
             remote.deregister(number)
             remote.proxy(0, "stop_at", "from", REVOKE, 0)

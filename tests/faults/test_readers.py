@@ -18,7 +18,7 @@ from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
-SIZE, PIECE = 64 << 20, 1 << 20
+SIZE, ELEMENT = 64 << 20, 1 << 20
 ATTEMPTS = 20
 TTL_S = 1.0
 PROMPT_S = 3.0
@@ -42,12 +42,12 @@ class Scene:
             self.reader.meet(self.source.card())
             self.reader.paint(POISON, region=0)
             self.name = f"read-{attempt}"
-            self.reader.post(self.name, "READ", "source", 0, 0, piece=PIECE)
+            self.reader.post(self.name, "READ", "source", 0, 0, element=ELEMENT)
             end = time.monotonic() + 20
             while self.memory[0] == POISON and self.memory[1] == POISON:
                 assert time.monotonic() < end, "nothing landed"
             self.reader.stop()
-            if (self.memory[-PIECE:] == POISON).all():
+            if (self.memory[-ELEMENT:] == POISON).all():
                 return
             self.reader.go_on()
             assert self.reader.outcome(self.name) == "committed"

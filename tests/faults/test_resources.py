@@ -91,19 +91,19 @@ class Pair:
 
     def read(self) -> None:
         name = secrets.token_hex(4)
-        self.reader.post(name, "READ", "source", 0, 0, piece=4096)
+        self.reader.post(name, "READ", "source", 0, 0, element=4096)
         self.ended(self.reader, name)
 
     def cancelled_write(self) -> None:
         name = secrets.token_hex(4)
-        self.source.post(name, "WRITE", "reader", 0, 0, piece=4096)
+        self.source.post(name, "WRITE", "reader", 0, 0, element=4096)
         self.source.cancel(name)
         self.ended(self.source, name)
 
     def taken_back(self) -> None:
         """A region that is taken back while it is read; its successor is another."""
         name = secrets.token_hex(4)
-        self.reader.post(name, "READ", "source", 0, 0, piece=4096)
+        self.reader.post(name, "READ", "source", 0, 0, element=4096)
         self.source.deregister(0)
         self.ended(self.reader, name)
         for party in (self.source, self.reader):
@@ -133,9 +133,9 @@ class Pair:
         self.source.close()
 
 
-class Lives(Pair):
-    """In each round one of the two ends, and another life of it takes its place: it registers memory, connects and
-    transfers."""
+class Incarnations(Pair):
+    """In each round one of the two ends, and another incarnation of it takes its place: it registers memory, connects
+    and transfers."""
 
     FAULTS = (
         Pair.pull,
@@ -166,7 +166,7 @@ def lane(request: pytest.FixtureRequest) -> str:
     [
         pytest.param(Pair, 100, id="one-pair-100"),
         pytest.param(Pair, 1000, id="one-pair-1000", marks=pytest.mark.nightly),
-        pytest.param(Lives, 300, id="many-lives-300", marks=pytest.mark.nightly),
+        pytest.param(Incarnations, 300, id="many-incarnations-300", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_held_after(lane: str, kind: type[Pair], rounds: int, record_property: Any) -> None:

@@ -20,13 +20,13 @@ from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
-PIECE = 65537
+ELEMENT = 65537
 PIECES = 515
 """More than 8 MiB for each of four connections, and not as much for each."""
-SIZE = PIECE * PIECES
+SIZE = ELEMENT * PIECES
 STRIPES = 4
 SOME = (1 << 20) + 9
-"""Of what one connection carries: it ends inside of a piece."""
+"""Of what one connection carries: it ends inside of an element."""
 ROUNDS_MAX = 8
 """Posts until each connection is there: a post has another one dialed, and does not wait for it."""
 BLOCKS, GUARD = [0, PIECES - 1], [PIECES, PIECES]
@@ -39,7 +39,7 @@ each_op = pytest.mark.parametrize("op", ["READ", "WRITE"])
 
 
 class Striped:
-    """The poster and its peer, each with two registered regions and a piece to spare, and a proxy between them."""
+    """The poster and its peer, each with two registered regions and an element to spare, and a proxy between them."""
 
     def __init__(self, poster: Any, peer: Any, op: str) -> None:
         self.poster, self.peer, self.op = poster, peer, op
@@ -48,7 +48,7 @@ class Striped:
         self.seeds = itertools.count(31)
         for party in (poster, peer):
             for _ in range(2):
-                party.allocate(SIZE + PIECE)
+                party.allocate(SIZE + ELEMENT)
         peer.meet(poster.card())
         card = peer.card()
         host, port, path, *rest = card["address"]
@@ -61,7 +61,7 @@ class Striped:
         self.source.fill(seed, region=region)
         self.destination.paint(POISON, region=region)
         self.proxy.forget()
-        self.poster.post(name, self.op, "peer", region, region, piece=PIECE, nbytes=SIZE)
+        self.poster.post(name, self.op, "peer", region, region, element=ELEMENT, nbytes=SIZE)
         return seed
 
     def expect_bytes(self, seed: int, region: int = 0) -> None:
@@ -72,7 +72,7 @@ class Striped:
         """Posts, until every connection carries its part of one."""
         for number in range(ROUNDS_MAX):
             self.proxy.forget()
-            self.poster.post(f"spread-{number}", self.op, "peer", 0, 0, piece=PIECE, nbytes=SIZE)
+            self.poster.post(f"spread-{number}", self.op, "peer", 0, 0, element=ELEMENT, nbytes=SIZE)
             assert self.poster.outcome(f"spread-{number}") == "committed"
             carried = self.proxy.carried(self.way)
             assert sum(carried.values()) == SIZE
@@ -117,11 +117,11 @@ Make = Callable[..., Striped]
 
 @pytest.fixture
 def striped() -> Iterator[Make]:
-    """Makes pairs; ``remote``: which of ``poster`` and ``peer`` lives in a process of its own."""
+    """Makes pairs; ``remote``: which of ``poster`` and ``peer`` runs in a process of its own."""
     made: list[Striped] = []
 
     def make(lane: str, op: str, *, remote: str = "", **limits: float) -> Striped:
-        options: dict[str, Any] = {**limits, "blocks": 1, "block_bytes": PIECE, "stripes": STRIPES}
+        options: dict[str, Any] = {**limits, "blocks": 1, "block_bytes": ELEMENT, "stripes": STRIPES}
         ends = [(Remote if name == remote else Party)(name, [lane], **options) for name in ("poster", "peer")]
         made.append(Striped(*ends, op))
         return made[-1]
@@ -144,7 +144,7 @@ def test_every_byte_arrives(striped: Make, lane: str, op: str) -> None:
         carried = pair.proxy.carried(pair.way)
         assert len(carried) == STRIPES
         assert sum(carried.values()) == SIZE
-        assert max(carried.values()) - min(carried.values()) <= PIECE
+        assert max(carried.values()) - min(carried.values()) <= ELEMENT
     assert pair.poster.wait_idle() == pair.peer.wait_idle() == ""
 
 
@@ -161,7 +161,7 @@ def test_both_ways_at_once_between_two_processes(striped: Make, lane: str) -> No
         near.paint(POISON, region=0)
         remote.paint(POISON, region=1)
         for region, op in enumerate(("READ", "WRITE")):
-            near.post(f"{op}-{number}", op, "peer", region, region, piece=PIECE, nbytes=SIZE)
+            near.post(f"{op}-{number}", op, "peer", region, region, element=ELEMENT, nbytes=SIZE)
         assert near.outcome(f"READ-{number}") == near.outcome(f"WRITE-{number}") == "committed"
         assert near.is_filled(read, BLOCKS, 0)
         assert near.is_painted(POISON, GUARD, 0)
@@ -273,6 +273,6 @@ def moved_over_tcp() -> list[tuple[int, int]]:
             one.getpeername()  # raises where it listens
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             moved = struct.unpack_from("<QQ", info, BYTES_ACKED_AT)
-            if max(moved) > PIECE:
+            if max(moved) > ELEMENT:
                 found.append(moved)
     return found

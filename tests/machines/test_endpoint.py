@@ -1,5 +1,5 @@
-"""How the machines of two endpoints meet: what a slow wire, an idle session, a lost answer or a second life mean to a
-transfer. Each test that names a flaw is the smallest history that the simulation's find came down to.
+"""How the machines of two endpoints meet: what a slow wire, an idle session, a lost answer or a second incarnation mean
+to a transfer. Each test that names a flaw is the smallest history that the simulation's find came down to.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_blocks_of_a_read_under_way_are_quarantined() -> None:
     assert b.counts().pools[0].quarantined == 0
 
 
-def test_another_life_of_the_source_ends_the_transfer() -> None:
+def test_another_incarnation_of_the_source_ends_the_transfer() -> None:
     pair = Pair()
     pull(pair)
     pair.pump()
@@ -100,7 +100,7 @@ def test_another_life_of_the_source_ends_the_transfer() -> None:
 
 
 def test_an_idle_session_is_not_a_silent_one() -> None:
-    """Flaw: a pull on a session that nobody had used for a while hung it up at once, because its silence was counted
+    """Flaw: a pull on a session that was unused for a while hung it up at once, because its silence was counted
     from the last word that anybody had waited for.
     """
     pair = Pair()
@@ -205,7 +205,7 @@ def test_a_slow_wire_is_slow_and_not_stuck() -> None:
 
 
 def test_waking_never_turns_into_a_busy_loop() -> None:
-    """``advance`` asserts it after every tick; here with all kinds of deadlines at once, and nobody answering."""
+    """``advance`` asserts it after every tick; here with all kinds of deadlines at once, and no answer."""
     pair = Pair()
     grant(pair, b"u" * 16, ttl_ns=700 * MS, at=8)
     pull(pair)

@@ -1,4 +1,5 @@
-"""Reading registered memory: the grant that nobody made by hand, its bounds, and what a region that goes away means."""
+"""Reading registered memory: the grant that its owner did not make, its bounds, and what a region that goes away
+means."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def ready_pair(limits: Any = None, **options: Any) -> RegionPair:
     return pair
 
 
-def ask(pair: RegionPair, pieces: Any, *, first: int = 0, count: int = 1, id_: bytes = b"f" * 16) -> Any:
+def ask(pair: RegionPair, elements: Any, *, first: int = 0, count: int = 1, id_: bytes = b"f" * 16) -> Any:
     """What ``a`` answers to a FETCH that ``b``'s own core would not have sent."""
     if not any(name == "b" for name, _ in pair.peer_session):
         pair.post("b", "fetch", b"0" * 16, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
@@ -33,7 +34,7 @@ def ask(pair: RegionPair, pieces: Any, *, first: int = 0, count: int = 1, id_: b
         pair.told["a"].clear()
     theirs = next(session for name, session in pair.peer_session if name == "a")
     pull = _core.Pull(id_, 1, 5, Lane.STREAM, first, count, 0, bytes(32), 0)
-    return pair.ends["a"].on_frame(theirs, _core.Fetch(pull, pieces), pair.now)
+    return pair.ends["a"].on_frame(theirs, _core.Fetch(pull, elements), pair.now)
 
 
 @pytest.mark.parametrize("lane", [Lane.MEMORY, Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.UCX])
@@ -44,8 +45,8 @@ def test_commits(lane: Any) -> None:
     pair.run()
     assert pair.finals("b") == [("COMMITTED", "ok")]
     assert len(pair.take("b", _core.TransferDrained)) == 1
-    for i, piece in enumerate([14, 3, 0, 1, 2, 9, 3, 7]):
-        assert pair.memory["b"][9][32 * i : 32 * i + 16] == DATA[8 + 16 * piece : 24 + 16 * piece]
+    for i, element in enumerate([14, 3, 0, 1, 2, 9, 3, 7]):
+        assert pair.memory["b"][9][32 * i : 32 * i + 16] == DATA[8 + 16 * element : 24 + 16 * element]
         assert pair.memory["b"][9][32 * i + 16 : 32 * i + 32] == bytes(16)
     assert pair.take("a", _core.GrantEnded) == []
     assert [(e.sender.agent_id, e.payload) for e in pair.take("a", _core.NotifReceived)] == [("b", b"read")]
@@ -159,7 +160,7 @@ def test_a_lost_question_is_asked_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "grid",
+    "row",
     [
         (7, 0, 16, 257, 1),
         (7, 241, 16, 16, 1),
@@ -171,12 +172,12 @@ def test_a_lost_question_is_asked_anew() -> None:
     ],
     ids=["too long", "one byte past", "one byte late", "stride", "far", "no region", "a pool"],
 )
-def test_a_byte_outside_is_refused(grid: tuple[int, int, int, int, int]) -> None:
+def test_a_byte_outside_is_refused(row: tuple[int, int, int, int, int]) -> None:
     pair = ready_pair()
-    length, count = grid[3], grid[4]
+    length, count = row[3], row[4]
     pair.memory["b"][99] = bytearray(4096)
     pair.ends["b"].add_region(_core.RegionInfo(99, 4096))
-    pair.post("b", "fetch", ID, [(99, 0, length, length, count)], [grid], lanes=[Lane.STREAM])
+    pair.post("b", "fetch", ID, [(99, 0, length, length, count)], [row], lanes=[Lane.STREAM])
     pair.run()
     assert pair.finals("b") == [("FAILED", "refused")]
     assert pair.memory["b"][99] == bytes(4096)
@@ -192,7 +193,7 @@ def test_the_last_byte_is_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "elements",
     [
         _core.WireList([]),
         _core.WireList([(7, 0, 16, 16, 0)]),
@@ -202,11 +203,11 @@ def test_the_last_byte_is_inside() -> None:
         _core.WireList([(7, 0, 0, 1, 1)] * 2, [2]),
         _core.WireList([(7, 0, 1, 1, 2**32 - 1)]),
     ],
-    ids=["nothing", "no piece", "empty piece", "overlap", "wraps", "no such piece", "too many"],
+    ids=["nothing", "no element", "empty element", "overlap", "wraps", "no such element", "too many"],
 )
-def test_a_list_that_makes_no_sense_is_refused(pieces: Any) -> None:
+def test_a_list_that_makes_no_sense_is_refused(elements: Any) -> None:
     pair = ready_pair()
-    (answer,) = ask(pair, pieces)
+    (answer,) = ask(pair, elements)
     assert answer.frame.code == Code.refused
     assert pair.ends["a"].counts().grants.alive == 0
 
@@ -217,7 +218,7 @@ def test_positions_outside_the_list_are_refused() -> None:
     assert answer.frame.code == Code.refused
 
 
-def test_what_is_not_offered_to_readers() -> None:
+def test_fetch_of_a_region_not_offered_to_readers_is_refused() -> None:
     pair = ready_pair(can_read=False)
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)])
     pair.run()
@@ -226,14 +227,14 @@ def test_what_is_not_offered_to_readers() -> None:
 
 def test_a_replayed_fetch_gets_nothing() -> None:
     pair = ready_pair()
-    pieces = _core.WireList([(7, 0, 16, 16, 1)])
-    first = ask(pair, pieces)
+    elements = _core.WireList([(7, 0, 16, 16, 1)])
+    first = ask(pair, elements)
     assert [type(e).__name__ for e in first] == ["SendFrame", "SendData"]
     theirs = next(session for name, session in pair.peer_session if name == "a")
     end = pair.ends["a"]
-    assert ask(pair, pieces) == []  # the same attempt is served once
+    assert ask(pair, elements) == []  # the same attempt is served once
     end.on_frame(theirs, _core.Release(b"f" * 16), pair.now)
-    (answer,) = ask(pair, pieces)
+    (answer,) = ask(pair, elements)
     assert answer.frame.code == Code.grant_released
 
 
@@ -245,7 +246,7 @@ def test_a_fetch_under_the_id_of_a_grant_of_blocks_is_refused() -> None:
     assert pair.ends["a"].grant_state(b"f" * 16, pair.now) == _core.GrantState.ALIVE
 
 
-def test_a_grant_of_pieces_is_bound_to_its_reader() -> None:
+def test_a_grant_of_elements_is_bound_to_its_reader() -> None:
     pair = ready_pair()
     ask(pair, _core.WireList([(7, 0, 16, 16, 1)]))
     limits = _core.GrantLimits()
@@ -253,8 +254,8 @@ def test_a_grant_of_pieces_is_bound_to_its_reader() -> None:
     assert table.counts().alive == 0
     with pytest.raises(InvalidArgumentError):
         pair.ends["a"].grant(b"f" * 16, 1, [0], "c", S, 1, pair.now)
-    stranger = _core.AgentRef("c", 1, b"c" * 16)
-    pair.ends["a"].set_peer(stranger, b"x" * 32, _core.SessionKind.MEMORY)
+    unknown = _core.AgentRef("c", 1, b"c" * 16)
+    pair.ends["a"].set_peer(unknown, b"x" * 32, _core.SessionKind.MEMORY)
     assert pair.ends["a"].counts().grants.alive == 1
 
 
@@ -351,11 +352,11 @@ def test_lists_that_do_not_fit_each_other() -> None:
 
 def test_ranges() -> None:
     table = ranges([(1, 5, 0, 3, 1), (2, 9, 0, 4, 1)])
-    assert (table.count, table.uniform_bytes, table.grid_count, table.is_table) == (2, 0, 2, True)
+    assert (table.count, table.uniform_bytes, table.row_count, table.is_table) == (2, 0, 2, True)
     assert table.lengths().tolist() == [3, 4]
-    grids = ranges([(1, 0, 8, 8, 3), (1, 64, 16, 8, 2)])
-    assert (grids.count, grids.uniform_bytes, grids.grid_count, grids.is_table) == (5, 8, 2, False)
-    assert grids.lengths().tolist() == [8] * 5
+    rows = ranges([(1, 0, 8, 8, 3), (1, 64, 16, 8, 2)])
+    assert (rows.count, rows.uniform_bytes, rows.row_count, rows.is_table) == (5, 8, 2, False)
+    assert rows.lengths().tolist() == [8] * 5
     for bad in (
         np.zeros((0, 5)),
         [[1, 0, 0, 0, 1]],
@@ -377,10 +378,10 @@ def test_one_peer_cannot_keep_everything() -> None:
     grants.grants_max = 64
     limits.grants = grants
     pair = ready_pair(limits)
-    pieces = _core.WireList([(7, 0, 16, 16, 1)])
+    elements = _core.WireList([(7, 0, 16, 16, 1)])
     codes = []
     for n in range(20):
-        answer = ask(pair, pieces, id_=bytes([100 + n]) * 16)[0].frame
+        answer = ask(pair, elements, id_=bytes([100 + n]) * 16)[0].frame
         codes.append(answer.code.name if isinstance(answer, _core.ErrorFrame) else "ready")
     assert codes == ["ready"] * 16 + ["overloaded"] * 4
 
@@ -400,7 +401,7 @@ def test_busy_is_an_error_to_the_owner_of_the_core() -> None:
 
 
 def test_a_short_frame_cannot_ask_for_a_long_list() -> None:
-    """Flaw: one grid of a million pieces, without picks, cost 9 ms of the source's only thread."""
+    """Flaw: one row of a million elements, without indices, cost 9 ms of the source's only thread."""
     pair = ready_pair()
     pair.add_region("a", 11, bytes(70_000))
     (answer,) = ask(pair, _core.WireList([(11, 0, 1, 1, 65_537)]))
@@ -409,7 +410,7 @@ def test_a_short_frame_cannot_ask_for_a_long_list() -> None:
     assert [type(e).__name__ for e in effects] == ["SendFrame", "SendData"]
 
 
-def test_a_long_list_goes_with_its_picks() -> None:
+def test_a_long_list_goes_with_its_indices() -> None:
     pair = ready_pair()
     data = bytes(range(250)) * 280
     pair.add_region("a", 11, data)
@@ -421,7 +422,7 @@ def test_a_long_list_goes_with_its_picks() -> None:
     assert pair.finals("b") == [("COMMITTED", "ok")]
     assert pair.memory["b"][12] == data
     (fetch,) = [frame for frame in frames if isinstance(frame, _core.Fetch)]
-    assert len(fetch.pieces.picks) == 70_000
+    assert len(fetch.elements.indices) == 70_000
 
 
 def test_room_is_asked_before_a_list_is_looked_at() -> None:

@@ -17,7 +17,7 @@ from kvxfer._native._core import GrantEvent, GrantState
 from kvxfer.errors import BlocksBusyError, GrantGoneError, GrantReleasedError, InvalidArgumentError, KvxferError
 
 MS = 1_000_000
-TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
+TTL, LIFETIME_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
 UNKNOWN_WAIT, QUEUED_EVERY, AWAY_MAX = 300 * MS, 120 * MS, 900 * MS
 BLOCKS = 8
 IDS = [bytes([n]) * 16 for n in range(3)]
@@ -36,7 +36,7 @@ class Model:
     blocks: list[int]
     reader_id: str
     expiry: int
-    life_end: int
+    lifetime_end: int
     state: Any = GrantState.ALIVE
     reader: Any = None
     ready: int = 0
@@ -45,7 +45,7 @@ class Model:
     attempt: int = 0
     is_told: bool = False
     """GrantEnded came."""
-    is_given_up: bool = False
+    is_aborted: bool = False
     """There never was a grant: ``reader`` said that it wants none."""
     verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +72,12 @@ class GrantMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         limits = _core.GrantLimits()
-        limits.ttl_ns, limits.life_max_ns, limits.wait_max_ns, limits.waiting_max = TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX
+        limits.ttl_ns, limits.lifetime_max_ns, limits.wait_max_ns, limits.waiting_max = (
+            TTL,
+            LIFETIME_MAX,
+            WAIT_MAX,
+            WAITING_MAX,
+        )
         limits.unknown_wait_ns, limits.queued_every_ns = UNKNOWN_WAIT, QUEUED_EVERY
         limits.away_max_ns = AWAY_MAX
         self.table = _core.GrantTable(limits)
@@ -181,17 +186,17 @@ class GrantMachine(RuleBasedStateMachine):
         id_=ids,
         blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True),
         reader=st.sampled_from(["", "d0", "d1"]),
-        ttl=st.integers(1, LIFE_MAX),
+        ttl=st.integers(1, LIFETIME_MAX),
     )
     def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
         model = self.grants.get(id_)
-        is_of_reader = model is not None and model.is_given_up and PEERS[model.reader].agent_id == reader
-        if model is not None and (is_of_reader or not model.is_given_up):
+        is_of_reader = model is not None and model.is_aborted and PEERS[model.reader].agent_id == reader
+        if model is not None and (is_of_reader or not model.is_aborted):
             with pytest.raises(GrantReleasedError if is_of_reader else InvalidArgumentError):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
         effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
-        self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFE_MAX)
+        self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFETIME_MAX)
         self.expected = [other for other in self.expected if other != id_]
         waited = self.waiting.pop(id_, [])
         self.see(effects, sent=[(each.peer + 1, self.accept(id_, each.peer)) for each in waited if not each.away_until])
@@ -199,7 +204,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
     def expect(self, id_: bytes, reader: str) -> None:
         model = self.grants.get(id_)
-        if model is not None and not model.is_given_up:
+        if model is not None and not model.is_aborted:
             with pytest.raises(InvalidArgumentError):
                 self.table.expect(id_, reader)
         elif model is not None and PEERS[model.reader].agent_id == reader:
@@ -263,7 +268,7 @@ class GrantMachine(RuleBasedStateMachine):
         frame = _core.Pull(id_, attempt, 1, _core.Lane.MEMORY, 0, 1, 16, bytes(32), wait_ms)
         session, answer = peer + 1, ""
         line = self.waiting.get(id_, [])
-        if grant is not None and not (grant.is_given_up and grant.reader != peer):
+        if grant is not None and not (grant.is_aborted and grant.reader != peer):
             answer = self.accept(id_, peer) if grant.blocks else CODES[grant.state]
             if answer == "ready":
                 answer, grant.attempt = ("ready", attempt) if attempt > grant.attempt else ("", grant.attempt)
@@ -290,7 +295,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
     def bind(self, id_: bytes, reader: str) -> None:
         grant = self.grants.get(id_)
-        if grant is None or grant.is_given_up:
+        if grant is None or grant.is_aborted:
             with pytest.raises(GrantGoneError):
                 self.table.bind(id_, reader, self.now)
             return
@@ -301,14 +306,14 @@ class GrantMachine(RuleBasedStateMachine):
         assert self.table.bind(id_, reader, self.now) == bound
 
     @rule(id_=ids)
-    def decline(self, id_: bytes) -> None:
-        if id_ in self.grants and not self.grants[id_].is_given_up:
+    def abort_grant(self, id_: bytes) -> None:
+        if id_ in self.grants and not self.grants[id_].is_aborted:
             with pytest.raises(InvalidArgumentError):
-                self.table.decline(id_)
+                self.table.abort_grant(id_)
             return
         line = self.waiting.pop(id_, [])
         self.expected = [other for other in self.expected if other != id_]
-        self.see(self.table.decline(id_), sent=_told(line, "grant_revoked"))
+        self.see(self.table.abort_grant(id_), sent=_told(line, "grant_revoked"))
         self.grants[id_] = Model([], "", 0, 0, GrantState.REVOKED, is_told=True)
 
     @rule(id_=ids, peer=peers, nonce=nonces)
@@ -335,7 +340,7 @@ class GrantMachine(RuleBasedStateMachine):
         elif peer in [each.peer for each in line]:
             self.waiting[id_] = [each for each in line if each.peer != peer]
         if grant is None and not self.waiting.get(id_):
-            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_given_up=True)
+            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_aborted=True)
         self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
 
     @rule(id_=ids, peer=peers, seq=st.integers(1, 6), ttl_ms=st.integers(1, 2000))
@@ -345,7 +350,7 @@ class GrantMachine(RuleBasedStateMachine):
             alive = grant.state == GrantState.ALIVE and self.now < grant.expiry
             if alive:
                 grant.renew_seq = seq
-                grant.expiry = max(grant.expiry, min(self.now + min(ttl_ms * MS, TTL), grant.life_end))
+                grant.expiry = max(grant.expiry, min(self.now + min(ttl_ms * MS, TTL), grant.lifetime_end))
         assert self.table.on_renew(PEERS[peer], _core.Renew(id_, seq, ttl_ms), self.now) is None
 
     @rule(peer=peers)
@@ -384,7 +389,7 @@ class GrantMachine(RuleBasedStateMachine):
             else:
                 is_over = grant.state == GrantState.ALIVE and self.now >= grant.expiry
                 assert state == (GrantState.EXPIRED if is_over else grant.state)
-                assert grant.expiry <= grant.life_end
+                assert grant.expiry <= grant.lifetime_end
 
     @invariant()
     def the_ledger_holds_what_has_not_been_told(self) -> None:

@@ -1,4 +1,5 @@
-"""How a session comes up, and the ways in which it must not: wrong key, replayed proof, reflected hello, wrong life."""
+"""How a session comes up, and the ways in which it must not: wrong key, replayed proof, reflected hello, wrong
+incarnation."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_comes_up() -> None:
     assert [effect.peer for effect in up if isinstance(effect, _core.SessionUp)] == [ref("a")]
 
 
-def test_proof_is_what_the_essay_says() -> None:
+def test_proof_matches_its_description() -> None:
     meeting = Meeting()
     (accept,) = frames(meeting.answer())
     signed = _core.encode(_core.Hello(_core.HelloStep.DIAL, ref("a"), ref("b"), b"1" * 32, b"2" * 32))
@@ -117,15 +118,15 @@ def test_reflected_mac() -> None:
     assert hung_up(meeting.b.on_frame(meeting.acceptor, turned, NOW)) == "unauthenticated"
 
 
-def test_another_life_was_dialed() -> None:
+def test_another_incarnation_was_dialed() -> None:
     meeting = Meeting(number=2)
     effects = meeting.answer()
     assert hung_up(effects) == "peer_gone"
     (error,) = frames(effects)
-    assert b"not the life that was dialed" in error.text
+    assert b"not the incarnation that was dialed" in error.text
 
 
-def test_unknown_life_of_the_dialer() -> None:
+def test_unknown_incarnation_of_the_dialer() -> None:
     meeting = Meeting()
     meeting.b.peer_dead(ref("a"), NOW)
     assert hung_up(meeting.answer()) == "unauthenticated"
@@ -169,7 +170,7 @@ def test_sessions_are_bounded() -> None:
     assert hung_up(end.accepted(TCP, bytes(32), NOW)[1]) == "overloaded"
 
 
-def test_what_a_peer_says_can_always_be_shown() -> None:
+def test_error_text_of_a_peer_is_made_printable() -> None:
     """The owner reads the reason of an end as text, whatever bytes a peer took for one."""
     meeting = Meeting()
     said = _core.ErrorFrame(bytes(16), 0, _core.Code.refused, b"\xff\n" * 6)
@@ -181,4 +182,4 @@ def test_what_a_peer_says_can_always_be_shown() -> None:
     decoder.feed(hello)
     meeting = Meeting()
     effects = meeting.b.on_frame(meeting.acceptor, decoder.next(), NOW)
-    assert [e.text for e in effects if isinstance(e, _core.Hangup)] == ["agent ? is not known here in that life"]
+    assert [e.text for e in effects if isinstance(e, _core.Hangup)] == ["agent ? is not known here in that incarnation"]

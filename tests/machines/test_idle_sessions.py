@@ -80,7 +80,7 @@ def test_one_that_answers_is_kept_and_asked_once() -> None:
     assert pair.dials == 1
 
 
-def test_idleness_itself_says_nothing_and_wakes_nobody() -> None:
+def test_idle_session_sends_no_ping_and_sets_no_deadline() -> None:
     pair = FarPair()
     pair.fetch(1)
     pair.advance(20 * S)  # the grant's end is the last that is due
@@ -133,8 +133,9 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> Non
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_what_goes_over_to_a_session_that_is_overdue_too_wakes_nobody_in_the_past() -> None:
-    """Two sessions were asked, and nobody waited for their answers: the next fetch finds the one, then the other."""
+def test_operations_that_move_to_an_overdue_session_set_no_past_deadline() -> None:
+    """Two sessions were asked, and no operation waited for their answers: the next fetch finds the one, then the
+    other."""
     pair = FarPair()
     pair.fetch(1)
     pair.advance(60 * S)

@@ -1,4 +1,4 @@
-"""A transfer whose memory is not there any more ends by name at once, whoever finds it, and never commits."""
+"""A transfer whose memory is not there any more ends by name at once, whichever side finds it, and never commits."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ def test_bytes_that_the_source_cannot_read_end_its_grant_and_name_the_memory(ver
 @each_verb
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "the word is lost"])
 @pytest.mark.parametrize("is_second_lane", [False, True], ids=["stream", "cma before"])
-def test_what_went_out_instead_of_unreadable_bytes_is_never_committed(
-    verb: str, is_told: bool, is_second_lane: bool
-) -> None:
+def test_zeros_sent_for_unreadable_bytes_are_never_committed(verb: str, is_told: bool, is_second_lane: bool) -> None:
     """Zeros, all of which land. The word may be lost with its session, and the verdict be asked for in the next. What
     the source had confirmed before, when another lane found the memory gone, says nothing of these bytes.
     """
@@ -198,7 +196,7 @@ def test_a_reader_whose_own_memory_is_gone_fails_at_once(verb: str) -> None:
 
 
 def test_sessions_that_end_before_anything_is_read_do_not_come_for_ever() -> None:
-    """Whatever ends them: a peer against whom no session holds is out of reach."""
+    """Whatever ends them: a peer with which no session lasts is out of reach."""
     pair = reading("fetch", [Lane.STREAM])
     begun, dials = pair.now, 0
     while pair.now - begun < 60 * S and not (finals := pair.finals("b")):
@@ -224,7 +222,7 @@ def test_sessions_that_end_are_forgiven_once_something_was_read() -> None:
     for step in range(2000):
         pair.advance(20 * MS)
         for read in pair.take("b", _core.ReadBlocks):
-            pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), read.sums)
+            pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), read.checksums)
         if step % 3 == 0:
             pair.cut_all()
         finals += pair.finals("b")

@@ -95,7 +95,7 @@ def test_a_read_outlives_its_lane_and_counts(verb: str, first: Any) -> None:
 
 
 @each_verb
-def test_what_landed_whole_is_confirmed_by_the_next_lane(verb: str) -> None:
+def test_fully_landed_write_is_confirmed_by_the_next_lane(verb: str) -> None:
     pair = prefix_landed(verb, [Lane.CMA, Lane.STREAM])
     pair.lost.add(_core.Verdict)
     pair.run()
@@ -138,17 +138,17 @@ def test_posts_with_neighbouring_ids_are_not_taken_for_one() -> None:
     assert pair.memory["b"][TARGET] == DATA
 
 
-def test_what_was_read_before_the_source_knew_of_it_is_not_sent_again() -> None:
+def test_bytes_read_before_the_source_knew_the_fetch_are_not_read_again() -> None:
     """A region that is mapped is read at once, and the FETCH was lost: the next lane is told of all of it, and has to
-    send but one piece."""
+    send but one element."""
     pair = LanePair()
     pair.start("fetch", [Lane.CMA, Lane.STREAM])
     pair.run()
     assert pair.finals("b") == [("COMMITTED", "ok")]  # the map is here now
     pair.asked.clear()
     second = b"s" * 16
-    pieces = ([(TARGET, 0, 16, 16, COUNT)], [(SOURCE, 0, 16, 16, COUNT)])
-    pair.post("b", "fetch", second, *pieces, lanes=[Lane.CMA, Lane.STREAM])
+    elements = ([(TARGET, 0, 16, 16, COUNT)], [(SOURCE, 0, 16, 16, COUNT)])
+    pair.post("b", "fetch", second, *elements, lanes=[Lane.CMA, Lane.STREAM])
     while pair.perform("b"):
         pass
     pair.closed.add(SessionKind.UNIX)

@@ -1,5 +1,5 @@
-"""Notifications through two endpoints on a wire that loses and doubles frames and connections, with lives that end or
-are only thought to have ended: once, in order, and never called delivered when they are not.
+"""Notifications through two endpoints on a wire that loses and doubles frames and connections, with incarnations that
+end or are only thought to have ended: once, in order, and never called delivered when they are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_delivered_once_in_order() -> None:
     assert pair.ends["a"].counts().notifications_pending == 0
 
 
-def test_failed_when_the_life_ended() -> None:
+def test_failed_when_the_incarnation_ended() -> None:
     pair = Pair()
     pair.reachable = False
     _, effects = pair.ends["a"].notify(pair.refs["b"], b"x", pair.now)
@@ -36,8 +36,8 @@ def test_failed_when_the_life_ended() -> None:
 
 
 @pytest.mark.parametrize("mourner", ["a", "b"])
-def test_a_life_that_comes_back_is_not_answered_for_the_old(mourner: str) -> None:
-    """Whoever thought the other dead: numbers go on, and what comes after is delivered."""
+def test_an_incarnation_that_comes_back_is_not_answered_for_the_old(mourner: str) -> None:
+    """Whichever side thought the other dead: numbers go on, and later notifications are delivered."""
     pair = Pair()
     a, b = pair.ends["a"], pair.ends["b"]
     for payload in (b"1", b"2"):
@@ -62,12 +62,12 @@ def test_a_life_that_comes_back_is_not_answered_for_the_old(mourner: str) -> Non
 
 
 DEATHS_KEPT = 4096
-"""Of how many lives the numbers are kept that were called dead, and not dealt with since."""
+"""How many dead incarnations, not used since, keep their numbers."""
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["known", "used"])
 @pytest.mark.parametrize("mourner", ["a", "b"])
-def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str, is_used: bool) -> None:
+def test_an_incarnation_that_came_back_is_not_forgotten_for_others(mourner: str, is_used: bool) -> None:
     """Nor does what is said to it, or by it, begin at 1 again when many others have died meanwhile."""
     pair = Pair()
     a = pair.ends["a"]
@@ -100,7 +100,7 @@ def let_die(mourning: _core.Endpoint, now: int) -> None:
 
 
 def test_numbers_that_were_forgotten_are_not_taken_for_delivered() -> None:
-    """Whoever was told of more than we know of says so, and the row goes on behind that."""
+    """A receiver that has more than we know of says so, and the numbers go on behind that."""
     pair = Pair()
     a = pair.ends["a"]
     for payload in (b"1", b"2"):
@@ -124,7 +124,7 @@ def test_numbers_that_were_forgotten_are_not_taken_for_delivered() -> None:
     assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"1", b"2", b"next"]
 
 
-def test_an_acknowledgement_of_what_no_row_has_ends_the_session() -> None:
+def test_acknowledgement_of_an_unused_number_ends_the_session() -> None:
     pair = Pair()
     a = pair.ends["a"]
     pair.do("a", a.notify(pair.refs["b"], b"1", pair.now)[1])
@@ -194,7 +194,7 @@ def session_up(pair: Pair, name: str) -> int:
     return next(session for owner, session in pair.peer_session if owner == name)
 
 
-def test_a_long_one_comes_whole_and_in_order() -> None:
+def test_long_notification_arrives_whole_and_in_order() -> None:
     pair = parted()
     messages = [b"first", bytes(range(256)) * 3, b"", b"x" * PIECE, b"y" * (PIECE + 1), b"last"]
     for message in messages:
@@ -288,16 +288,16 @@ def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
     now, piece, total = 10 * MS, bytes(256 * 1024), 16 << 20
     sessions = []
     for number in range(5):
-        there = _core.AgentRef(f"guest-{number}", 1, bytes([number] * 16))
-        guest = _core.Endpoint(there, limits)
+        there = _core.AgentRef(f"bearer-{number}", 1, bytes([number] * 16))
+        bearer = _core.Endpoint(there, limits)
         kind = _core.SessionKind.MEMORY
-        guest.set_peer(here, KEY, kind)
+        bearer.set_peer(here, KEY, kind)
         host.set_peer(there, KEY, kind)
-        mine, effects = guest.dialed(here, kind, b"1" * 32, now)
+        mine, effects = bearer.dialed(here, kind, b"1" * 32, now)
         session, others = host.accepted(kind, b"2" * 32, now)
         for _ in range(3):
             effects, others = (
-                [e for o in others if isinstance(o, _core.SendFrame) for e in guest.on_frame(mine, o.frame, now)],
+                [e for o in others if isinstance(o, _core.SendFrame) for e in bearer.on_frame(mine, o.frame, now)],
                 [e for o in effects if isinstance(o, _core.SendFrame) for e in host.on_frame(session, o.frame, now)],
             )
         sessions.append(session)
@@ -314,7 +314,7 @@ def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
             taken[number] = part(session, begin, now + number)
     assert taken[:4] == [total - len(piece)] * 4
     assert sum(taken) == 64 << 20, "no more is kept"
-    assert part(sessions[4], taken[4], now + S) == taken[4], "nobody is stale yet"
+    assert part(sessions[4], taken[4], now + S) == taken[4], "no other is stale yet"
     assert part(sessions[4], taken[4], now + 3 * S) == taken[4] + len(piece)
     assert part(sessions[0], taken[0], now + 3 * S) == 0, "this one made room"
 

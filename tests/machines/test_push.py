@@ -1,4 +1,4 @@
-"""Writing registered memory: a push is a pull by the one it is for, under an offer that lives, told once committed."""
+"""Writing registered memory: a push is a pull by the one it is for, under a live offer, told once committed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def drop(kind: type, times: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("lane", [Lane.MEMORY, Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.UCX])
-@pytest.mark.parametrize("wants_sums", [False, True])
-def test_commits(lane: Any, wants_sums: bool) -> None:
+@pytest.mark.parametrize("wants_checksums", [False, True])
+def test_commits(lane: Any, wants_checksums: bool) -> None:
     pair = ready_pair()
     pair.post(
         "a",
@@ -65,7 +65,7 @@ def test_commits(lane: Any, wants_sums: bool) -> None:
         local_ids=[3, 1],
         remote_ids=[0, 7],
         notification=b"n",
-        wants_sums=wants_sums,
+        wants_checksums=wants_checksums,
     )
     assert pair.ends["a"].transfer_state(ID) == TransferState.CONNECTING
     pair.run()
@@ -271,7 +271,7 @@ def test_whatever_ends_a_push_ends_its_grant_first(how: str) -> None:
     assert ends[0][0].split()[0] == "FAILED"
 
 
-def test_a_done_that_nobody_confirmed_is_not_believed() -> None:
+def test_done_without_a_verdict_ok_is_not_believed() -> None:
     pair = ready_pair()
     pair.post("a", "push", ID, FROM, TO)
     pair.pump(drop(_core.Push))
@@ -361,7 +361,7 @@ def test_a_push_of_one_peer_leaves_room_for_others() -> None:
     assert pair.finals("a") == [("COMMITTED", "ok")] * 16
 
 
-def test_what_a_post_may_not_say() -> None:
+def test_post_with_invalid_arguments_is_refused() -> None:
     pair = ready_pair()
     with pytest.raises(InvalidArgumentError, match="notification"):
         pair.post("a", "push", ID, FROM, TO, notification=bytes(65537))
@@ -379,7 +379,7 @@ def test_what_a_post_may_not_say() -> None:
 
 @pytest.mark.parametrize("lane", [Lane.MAPPED, Lane.CMA, Lane.UCX])
 def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) -> None:
-    """Flaw: a one-sided lane gave the destination the whole region, and only pieces of it were pushed."""
+    """Flaw: a one-sided lane gave the destination the whole region, and only elements of it were pushed."""
     pair = RegionPair()
     pair.add_region("a", 7, DATA, can_read=False, is_shareable=True)
     pair.add_region("b", 9, ZEROS)
@@ -393,7 +393,7 @@ def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) 
 
 def short_lived() -> RegionPair:
     limits, grants = _core.EndpointLimits(), _core.GrantLimits()
-    grants.life_max_ns = 5 * S
+    grants.lifetime_max_ns = 5 * S
     limits.grants = grants
     return ready_pair(limits)
 
@@ -413,7 +413,7 @@ def test_an_offer_without_a_deadline_ends() -> None:
     assert told(pair) == [("FAILED deadline 0", None)]
 
 
-def test_a_push_ends_with_the_life_of_its_grant() -> None:
+def test_a_push_ends_with_the_lifetime_of_its_grant() -> None:
     """Flaw: a destination that only answers pings was asked for ever."""
     pair = short_lived()
     pair.post("a", "push", ID, FROM, TO)
@@ -439,7 +439,7 @@ def test_room_is_asked_before_the_lists_of_a_push_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(16, 8, 8), (8, 16, 8), (8, 8, 16)])
-def test_lists_that_go_whole_are_compared_piece_by_piece(lengths: tuple[int, int, int]) -> None:
+def test_lists_that_go_whole_are_compared_element_by_element(lengths: tuple[int, int, int]) -> None:
     pair = ready_pair()
     pair.post("a", "push", b"0" * 16, FROM, TO)
     pair.run()

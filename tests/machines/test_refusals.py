@@ -64,7 +64,7 @@ def test_the_answer_goes_out_before_the_session_ends_with_the_first() -> None:
     assert len(pair.take("a", _core.Hangup)) == 1
 
 
-def test_what_was_under_way_goes_on_in_another_session() -> None:
+def test_transfer_in_progress_continues_in_another_session() -> None:
     pair = pair_that_survives(2)
     ask_for_what_may_not_be_read(pair, 1)
     pair.run()

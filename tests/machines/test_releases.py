@@ -30,7 +30,7 @@ def commit_and_cut(pair: Pair) -> None:
 def test_said_again_over_the_next_session(dialer: str) -> None:
     pair = Pair()
     commit_and_cut(pair)
-    assert not pair.peer_session, "nobody dials for that alone"
+    assert not pair.peer_session, "no dial for that alone"
     pair.do(dialer, pair.ends[dialer].notify(pair.refs[pair.other(dialer)], b"", pair.now)[1])
     said: list[Any] = []
     pair.pump(lambda frame: said.append(frame) or 1)
@@ -38,7 +38,7 @@ def test_said_again_over_the_next_session(dialer: str) -> None:
     assert [e.state for e in pair.take("a", _core.GrantEnded)] == [GrantState.RELEASED]
 
 
-def test_said_over_another_session_at_once() -> None:
+def test_release_goes_over_another_session_at_once() -> None:
     limits = _core.EndpointLimits()
     limits.stripes = 2
     pair = Pair(limits)
@@ -59,7 +59,7 @@ def test_said_over_another_session_at_once() -> None:
 def test_not_when_the_grant_must_be_over() -> None:
     limits = _core.EndpointLimits()
     grants = limits.grants
-    grants.life_max_ns = 20 * S
+    grants.lifetime_max_ns = 20 * S
     limits.grants = grants
     pair = Pair(limits)
     commit_and_cut(pair)
@@ -75,7 +75,7 @@ def test_only_so_many() -> None:
     pair = Pair()
     b = pair.ends["b"]
     for number in range(3000):
-        pair.do("b", b.give_up(number.to_bytes(16, "big"), pair.refs["a"], pair.now))
+        pair.do("b", b.abort_pull(number.to_bytes(16, "big"), pair.refs["a"], pair.now))
     pair.cut_all()
     pair.do("b", b.notify(pair.refs["a"], b"", pair.now)[1])
     said: list[Any] = []
@@ -116,7 +116,7 @@ def test_no_grant_outlives_its_reader_past_the_next_session(seed: int) -> None:
             pair.do("b", b.cancel(rng.choice(ids[:posted]), pair.now))
     pair.reachable = True
     for id_ in ids[posted:]:
-        pair.do("b", b.give_up(id_, pair.refs["a"], pair.now))
+        pair.do("b", b.abort_pull(id_, pair.refs["a"], pair.now))
     for _ in range(20):
         pair.advance(500 * MS)
         land(pair)

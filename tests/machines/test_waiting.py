@@ -125,10 +125,10 @@ def test_an_engine_that_stopped_while_it_was_idle_is_noticed_by_what_it_does_not
     pair.advance(2 * S)
     code, text = final(pair)
     assert code == "peer_gone"
-    assert "gave no sign of life" in text
+    assert "sent no heartbeat" in text
 
 
-def test_it_is_told_whether_its_prompt_is_known_and_how_many_are_before_it() -> None:
+def test_waiting_pull_learns_whether_its_prompt_is_known_and_its_position() -> None:
     pair = Pair()
     pair.ends["a"].pulse(True, True, pair.now)
     pair.ends["a"].expect(b"1" * 16, "b")
@@ -147,7 +147,7 @@ def test_it_is_told_whether_its_prompt_is_known_and_how_many_are_before_it() -> 
     assert [one.age_ms for one in said] == [250, 500]
     assert pair.ends["b"].counts().pulls_queued == 1
     assert pair.ends["a"].counts().grants.expected == 2
-    pair.do("a", pair.ends["a"].decline(b"1" * 16))
+    pair.do("a", pair.ends["a"].abort_grant(b"1" * 16))
     said.clear()
     pair.advance(250 * MS, hear)
     assert [one.position for one in said] == [0]
@@ -199,7 +199,7 @@ def test_an_owner_without_an_engine_lets_pulls_wait_as_long_as_they_want() -> No
     assert final(pair) == ("deadline", "no grant came in the time that the request allows")
 
 
-def test_an_engine_with_work_that_gives_no_sign_of_life_ends_the_wait() -> None:
+def test_an_engine_with_work_that_sends_no_heartbeat_ends_the_wait() -> None:
     pair = Pair()
     pair.ends["a"].expect(ID, "b")
     pair.ends["a"].pulse(True, True, pair.now)
@@ -209,7 +209,7 @@ def test_an_engine_with_work_that_gives_no_sign_of_life_ends_the_wait() -> None:
     pair.advance(600 * MS)
     code, text = final(pair)
     assert code == "peer_gone"
-    assert "no sign of life" in text
+    assert "no heartbeat" in text
 
 
 def test_an_agent_that_says_nothing_of_a_pull_ends_the_wait_too() -> None:
@@ -228,7 +228,7 @@ def test_the_deadline_of_a_transfer_counts_from_its_grant() -> None:
         pair.advance(1 * S)
     grant(pair)
     pair.advance(29 * S)
-    assert state(pair) == TransferState.GRANTED  # and kept alive, though its first life was of 10 s
+    assert state(pair) == TransferState.GRANTED  # and kept alive, though its first lifetime was 10 s
     assert pair.ends["a"].grant_state(ID, pair.now) == GrantState.ALIVE
     pair.advance(2 * S)
     assert final(pair) == ("deadline", "the deadline passed")
@@ -284,7 +284,7 @@ def test_a_lost_session_tells_of_the_grant_again() -> None:
     assert final(pair) == ("ok", "")
 
 
-def test_what_the_owner_says_of_a_revocation_reaches_the_reader() -> None:
+def test_owners_reason_of_a_revocation_reaches_the_reader() -> None:
     for comes_first in (True, False):
         pair = Pair()
         if comes_first:

@@ -16,11 +16,11 @@ MS = 1_000_000
 TTL, QUEUED_EVERY, AWAY_MAX = 1000 * MS, 120 * MS, 900 * MS
 
 
-def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
+def test_grant_after_another_peer_aborted_serves_its_reader() -> None:
     """A RELEASE may come from any peer before the grant is made: it speaks of that peer only."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
-    stranger, reader = PEERS[0], PEERS[2]
-    table.on_release(stranger, IDS[0], 1)
+    unknown, reader = PEERS[0], PEERS[2]
+    table.on_release(unknown, IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
     [queued] = table.on_pull(1, reader, pull, 1)
     assert isinstance(queued.frame, _core.Queued)
@@ -30,26 +30,26 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     limits = _core.GrantLimits()
     limits.tombstones_max = 4  # of given up ones the table keeps a quarter as many
     table = _core.GrantTable(limits)
-    table.on_release(stranger, IDS[0], 1)
+    table.on_release(unknown, IDS[0], 1)
     table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)
-    table.on_release(stranger, IDS[1], 1)
-    table.on_release(stranger, IDS[2], 1)
+    table.on_release(unknown, IDS[1], 1)
+    table.on_release(unknown, IDS[2], 1)
     assert table.state(IDS[0], 1) == GrantState.ALIVE
 
 
-def test_decline_after_another_peer_gave_up_answers_the_reader_that_waits() -> None:
+def test_abort_grant_after_another_peer_aborted_answers_the_reader_that_waits() -> None:
     table = _core.GrantTable(_core.GrantLimits())
     table.on_release(PEERS[0], IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
     [queued] = table.on_pull(1, PEERS[2], pull, 1)
     assert isinstance(queued.frame, _core.Queued)
-    [answer] = [effect.frame for effect in table.decline(IDS[0])]
+    [answer] = [effect.frame for effect in table.abort_grant(IDS[0])]
     assert answer.code == _core.Code.grant_revoked
     assert table.state(IDS[0], 1) == GrantState.REVOKED
 
 
 @pytest.mark.parametrize(("reader", "counted"), [("", 0), ("d0", 1)])
-def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(reader: str, counted: int) -> None:
+def test_second_reader_of_an_open_grant_is_not_counted_as_refused(reader: str, counted: int) -> None:
     """What is forbidden is counted, and ends the session in the end: a router that gives one answer to two readers must
     not cut the second one's session."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
@@ -64,7 +64,7 @@ def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(read
 
 def test_a_reader_that_comes_back_over_a_new_session_has_waited_since_its_first_pull() -> None:
     """Its source must not count anew: a reader whose connection breaks again and again would wait for ever for an
-    engine that stopped while it was idle, or for a prompt that nobody asked for."""
+    engine that stopped while it was idle, or for a prompt that it was never asked for."""
     limits = _core.GrantLimits()
     limits.away_max_ns = AWAY_MAX
     table, reader = _core.GrantTable(limits), PEERS[2]

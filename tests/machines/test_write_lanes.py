@@ -1,4 +1,4 @@
-"""A write whose lane goes in the middle. It is the writer who says which comes next, by PUSH; the reader keeps what it
+"""A write whose lane goes in the middle. The writer says which comes next, by PUSH; the reader keeps what it
 has, and what is still under way."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def pushing(lanes: list[Any], **options: Any) -> LanePair:
     pair = options.pop("kind", LanePair)(options.pop("reads_by", None))
     pair.add_region("a", SOURCE, DATA, **{"is_shareable": True, "is_exposed": True, **options.pop("source", {})})
     pair.add_region("b", TARGET, bytes(128), is_shareable=True)
-    pieces = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", ID, *pieces, lanes=lanes, notification=b"n", **options)
+    elements = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
+    pair.post("a", "push", ID, *elements, lanes=lanes, notification=b"n", **options)
     pair.poster, pair.into, pair.at = "a", pair.memory["b"][TARGET], 0
     return pair
 
@@ -143,7 +143,7 @@ def test_a_lane_that_is_refused_twice_costs_one_lane() -> None:
 
 
 def test_a_write_whose_last_lane_is_refused_ends_at_once() -> None:
-    """Nobody waits for another that will not come, and what had landed is worth nothing."""
+    """The destination does not wait for a lane that will not come, and landed bytes are worth nothing."""
     pair = prefix_landed("push", [Lane.MAPPED, Lane.CMA])
     pair.unmappable |= {Lane.MAPPED, Lane.CMA}
     pair.run()
@@ -153,7 +153,7 @@ def test_a_write_whose_last_lane_is_refused_ends_at_once() -> None:
 
 
 def without_lane() -> LanePair:
-    """A write of which two pieces are in place, and whose reader waits for a lane that is not named."""
+    """A write of which two elements are in place, and whose reader waits for a lane that is not named."""
     pair = prefix_landed("push", [Lane.CMA, Lane.STREAM])
     pair.unmappable.add(Lane.CMA)
     pair.lost.add(_core.Push)
@@ -163,7 +163,7 @@ def without_lane() -> LanePair:
     return pair
 
 
-def test_who_waits_for_a_lane_is_not_woken_for_it() -> None:
+def test_transfer_without_a_lane_sets_no_deadline_for_it() -> None:
     """Flaw: it asked for a session, once a millisecond, and had no lane to have it by."""
     pair = without_lane()
     end, wakes = pair.ends["b"], 0
@@ -174,7 +174,7 @@ def test_who_waits_for_a_lane_is_not_woken_for_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "remove"])
-def test_who_waits_for_a_lane_hears_of_the_end(how: str) -> None:
+def test_transfer_without_a_lane_ends_with_its_push(how: str) -> None:
     """No read is under way that the end of the grant would have been told to."""
     pair = without_lane()
     if how == "cancel":
@@ -241,7 +241,7 @@ def test_a_write_that_may_be_committed_and_cannot_be_asked_for_says_so() -> None
     assert (final.code, "may have committed" in final.text) == (Code.peer_gone, True)
 
 
-def test_what_the_reader_failed_was_not_committed() -> None:
+def test_write_that_failed_at_the_reader_was_not_committed() -> None:
     """It had a verdict, and says that it failed: nothing is left open."""
     pair = committed_and_lost([Lane.CMA, Lane.STREAM])
     pair.lost.add(_core.Push)
@@ -303,9 +303,9 @@ def test_a_grant_that_ended_between_two_lanes_of_a_write_confirms_nothing() -> N
     assert pair.take("b", _core.NotifReceived) == []
 
 
-def test_what_was_compared_is_what_the_reader_says() -> None:
+def test_push_reports_the_elements_that_its_reader_checked() -> None:
     """The lane that served in the end may check, and the one before did not."""
-    pair = pushing([Lane.CMA, Lane.STREAM], wants_sums=True)
+    pair = pushing([Lane.CMA, Lane.STREAM], wants_checksums=True)
     pair.pump()
     pair.perform("b")
     lose(pair, "stopped", Lane.CMA)
@@ -317,12 +317,12 @@ def test_what_was_compared_is_what_the_reader_says() -> None:
 def pushing_the_next(pair: LanePair) -> None:
     """``a`` writes something else to the same place."""
     pair.add_region("a", SOURCE + 1, DATA[::-1], is_shareable=True)
-    pieces = ([(SOURCE + 1, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", b"u" * 16, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
+    elements = ([(SOURCE + 1, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
+    pair.post("a", "push", b"u" * 16, *elements, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
 
 
 def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
-    """Flaw: its session was cut, so nobody said that it was over, and its read went on beside that of the next one."""
+    """Flaw: its session was cut, so its end was never reported, and its read went on beside that of the next one."""
     pair = pushing([Lane.CMA, Lane.STREAM])
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
@@ -344,8 +344,8 @@ def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
 
 
 def test_a_write_that_is_heard_of_after_its_end_is_not_read() -> None:
-    """Flaw: its PUSH waited in one session, its REVOKE came by another, to nobody. The next write was committed, and
-    then it was taken for a new one, and read over that."""
+    """Flaw: its PUSH waited in one session, its REVOKE came by another, and was ignored. The next write was committed,
+    and then it was taken for a new one, and read over that."""
     pair = pushing([Lane.CMA])
     late: list[Any] = []
 
@@ -396,19 +396,19 @@ def test_the_end_of_a_write_that_went_with_its_session_is_said_again() -> None:
     assert not pair.ends["b"].is_landing(read.id, read.token)
 
 
-class GuestLanes(LanePair):
-    """``b`` knows ``a`` as a guest, by whatever name it comes."""
+class BearerLanes(LanePair):
+    """``b`` knows ``a`` as a bearer peer, by any name that it claims."""
 
     def introduce(self, name: str) -> None:
         if name == "a":
             self.ends["a"].set_peer(self.refs["b"], b"g" * 32, SessionKind.TCP)
         else:
-            self.ends["b"].set_guest_key(b"g" * 32)
+            self.ends["b"].accept_bearer_key(b"g" * 32)
 
 
-def test_a_guest_goes_on_by_another_lane() -> None:
+def test_a_bearer_peer_goes_on_by_another_lane() -> None:
     """Flaw: it was forgotten with its only session, and what it had begun to write with it."""
-    pair = pushing([Lane.CMA, Lane.STREAM], kind=GuestLanes)
+    pair = pushing([Lane.CMA, Lane.STREAM], kind=BearerLanes)
     pair.land_one()
     lose(pair, "unreachable", Lane.CMA)
     pair.run()
@@ -417,9 +417,9 @@ def test_a_guest_goes_on_by_another_lane() -> None:
     assert pair.filled == len(DATA)
 
 
-def test_a_guest_whose_last_read_is_slow_goes_on_where_it_asked() -> None:
+def test_a_bearer_peer_whose_last_read_is_slow_goes_on_where_it_asked() -> None:
     """Flaw: its next PUSH had come while that read was under way, and the session that it came by was forgotten."""
-    pair = pushing([Lane.CMA, Lane.STREAM], kind=GuestLanes)
+    pair = pushing([Lane.CMA, Lane.STREAM], kind=BearerLanes)
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
     pair.closed.add(SessionKind.UNIX)

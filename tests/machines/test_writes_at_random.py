@@ -1,7 +1,7 @@
 """One write over several lanes, and everything at random: what arrives when and how often, one end of a session that
 goes before the other, reads that land late, fail, or find that a lane does not serve, sockets that come and go.
-Whatever happens: bytes land only while the offer lives, never by two reads at once, and a commit has all of them; both
-ends are told once, and hold nothing in the end.
+Whatever happens: bytes land only while the offer is alive, never by two reads at once, and a commit has all of them;
+both ends are told once, and hold nothing in the end.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Landing:
 
 
 class Chaos(RegionPair):
-    def __init__(self, seed: int, is_guest: bool) -> None:
+    def __init__(self, seed: int, is_bearer: bool) -> None:
         self.random = random.Random(seed)
-        self.is_guest, self.is_calm = is_guest, False
+        self.is_bearer, self.is_calm = is_bearer, False
         limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
         transfers.read_bytes_max = grants.data_bytes_max = 16 * self.random.choice([1, 2, 3, 8])
         limits.transfers, limits.grants = transfers, grants
@@ -55,8 +55,8 @@ class Chaos(RegionPair):
         self.landing: Landing | None = None
 
     def introduce(self, name: str) -> None:
-        if name == "b" and self.is_guest:
-            self.ends["b"].set_guest_key(b"k" * 32)
+        if name == "b" and self.is_bearer:
+            self.ends["b"].accept_bearer_key(b"k" * 32)
         else:
             super().introduce(name)
 
@@ -206,12 +206,12 @@ class Chaos(RegionPair):
         return final, is_committed
 
 
-@pytest.mark.parametrize("is_guest", [False, True], ids=["named", "guest"])
-def test_a_write_that_goes_by_many_lanes(is_guest: bool) -> None:
+@pytest.mark.parametrize("is_bearer", [False, True], ids=["named", "bearer"])
+def test_a_write_that_goes_by_many_lanes(is_bearer: bool) -> None:
     ways: set[tuple[str, str]] = set()
     for seed in range(SEEDS):
         try:
-            final, is_committed = Chaos(seed, is_guest).play()
+            final, is_committed = Chaos(seed, is_bearer).play()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
         if final.code in (Code.no_lane, Code.refused, Code.grant_revoked):

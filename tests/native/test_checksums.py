@@ -27,7 +27,7 @@ def test_pools_with_checks(nodes: Any, new_id: NewId, lane: native.Lane) -> None
     """Announced step by step, in segments that are cut differently."""
     halves = [(0, 2500, 2500), (BLOCKS * 2500, 2500, 2500)]
     p, d = nodes.pair(
-        block_bytes=BLOCK, blocks=BLOCKS, checks=True, is_exposed=True, source={"segments": halves}, reader={}
+        block_bytes=BLOCK, blocks=BLOCKS, has_checksums=True, is_exposed=True, source={"segments": halves}, reader={}
     )
     transfer = new_id()
     rng = np.random.default_rng(2)
@@ -43,7 +43,7 @@ def test_pools_with_checks(nodes: Any, new_id: NewId, lane: native.Lane) -> None
 
 def test_changed_after_they_were_announced(nodes: Any, new_id: NewId) -> None:
     """A source that breaks its promise is found out, on a lane whose bytes it does not touch."""
-    p, d = nodes.pair(block_bytes=BLOCK, blocks=BLOCKS, checks=True)
+    p, d = nodes.pair(block_bytes=BLOCK, blocks=BLOCKS, has_checksums=True)
     transfer = new_id()
     p.grant(transfer, np.arange(10))
     p.memory[7 * BLOCK + 1] ^= 1
@@ -55,7 +55,8 @@ def test_changed_after_they_were_announced(nodes: Any, new_id: NewId) -> None:
 
 
 def test_a_pool_is_not_taken_back_under_its_checksums(nodes: Any, new_id: NewId) -> None:
-    """They are taken on the caller's thread: who ends the grant meanwhile, and takes back the pool, waits for that."""
+    """They are taken on the caller's thread: a thread that ends the grant meanwhile, and removes the pool, waits for
+    that."""
     p = nodes("source")
     blocks, size = 2048, 1 << 20
     memory = mmap.mmap(-1, blocks * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)  # takes no memory
@@ -95,7 +96,7 @@ def from_raw(nodes: Any, new_id: NewId) -> Iterator[Callable[[Corrupt], tuple[An
     sources: list[RawSource] = []
 
     def pull(corrupt: Corrupt) -> tuple[Any, Any]:
-        d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS, checks=True)
+        d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS, has_checksums=True)
         d.fill(0xEE)
         transfer = new_id()
 
@@ -106,10 +107,10 @@ def from_raw(nodes: Any, new_id: NewId) -> Iterator[Callable[[Corrupt], tuple[An
 
         def content(effect: Any) -> bytes:
             frame = effect.frame
-            assert frame.has_sums
+            assert frame.has_checksums
             blocks = [bytes([index + 1]) * BLOCK for index in effect.blocks]
-            sums = b"".join(native.crc32c(block).to_bytes(4, "little") for block in blocks)
-            payload = bytearray(b"".join(blocks) + sums)
+            checksums = b"".join(native.crc32c(block).to_bytes(4, "little") for block in blocks)
+            payload = bytearray(b"".join(blocks) + checksums)
             assert len(payload) == frame.payload_bytes
             corrupt(payload, frame.count)
             return bytes(payload)

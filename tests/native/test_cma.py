@@ -62,8 +62,8 @@ def test_blocks_that_are_cut_differently_on_both_sides(nodes: Any, new_id: NewId
     assert d.content(range(63, -1, -1)) == p.content(range(64))
 
 
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checked"])
-def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool) -> None:
+@pytest.mark.parametrize("has_checksums", [False, True], ids=["plain", "checksums"])
+def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, has_checksums: bool) -> None:
     p, d = nodes("source"), nodes("reader")
     nodes.join(p, d)
     theirs, ours = p.register(1 << 20, is_foreign=True), d.register(1 << 20, is_foreign=True)
@@ -76,7 +76,7 @@ def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool
         [(ours.id, 100, 3000, 3000, 100), (ours.id, 600_000, 3000, 3000, 1)],
         [(theirs.id, 7, 5000, 3000, 100), (theirs.id, 900_001, 3000, 3000, 1)],
         lanes=[CMA],
-        wants_sums=checks,
+        wants_checksums=has_checksums,
     )
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, CMA), final.text
@@ -87,7 +87,7 @@ def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool
     assert np.array_equal(ours.memory, expected)
 
 
-def test_what_is_not_exposed_goes_another_way(nodes: Any, new_id: NewId) -> None:
+def test_unexposed_pool_is_read_by_stream_not_cma(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(is_exposed=False)
     transfer = new_id()
     p.grant(transfer, [1, 2])
@@ -113,7 +113,7 @@ def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> No
     p.wait(lambda _: p.is_idle(), "the release of the first")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and nobody else's meanwhile
+    assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and not reused meanwhile
     d.fetch(second, p, *rows, lanes=[CMA, STREAM], deadline_s=20.0)
     final = d.wait_drained(second)
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.memory_gone), final.text
@@ -431,7 +431,7 @@ YAMA = "ptrace is not allowed: /proc/sys/kernel/yama/ptrace_scope is "
 
 
 @needs_root
-def test_what_yama_forbids_is_told_as_such(hidden: int) -> None:
+def test_cma_obstacle_names_yama(hidden: int) -> None:
     how = "(as root: sysctl kernel.yama.ptrace_scope=0, or give it CAP_SYS_PTRACE)"
     also = "; the source is not dumpable (do not start it setuid or with file capabilities)"
     for scope in ("1", "2"):

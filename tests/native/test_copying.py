@@ -25,10 +25,10 @@ each_lane = pytest.mark.parametrize(
 @each_lane
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("length", [1, 7, 63, 257, 4095, 4097, 12_289, 300_001])
-def test_pieces_of_any_length_and_alignment(
+def test_elements_of_any_length_and_alignment(
     nodes: Any, new_id: NewId, threads: int, length: int, lane: native.Lane
 ) -> None:
-    """Pieces far apart and pieces that touch, in any order; no byte beside them changes."""
+    """Elements far apart and elements that touch, in any order; no byte beside them changes."""
     p, d = nodes("source"), nodes("reader", core={"copy_threads": threads})
     nodes.join(p, d)
     count = min(3000, 6 * MIB // length)

@@ -66,7 +66,7 @@ def test_one_flipped_bit_is_seen() -> None:
     assert native.crc32c(data) == before
 
 
-def test_what_it_takes() -> None:
+def test_crc32c_takes_contiguous_buffers_only() -> None:
     assert native.crc32c(memoryview(b"123456789")) == 0xE3069283
     with pytest.raises(InvalidArgumentError):
         native.crc32c_by("no such method", b"")

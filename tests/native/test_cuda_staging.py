@@ -1,6 +1,7 @@
 """Memory on a device goes over `stream` and `unix` by pinned host memory, and nothing is said to be there before it is.
 
-No GPU: a stand-in for the driver is built and loaded, whose device memory crashes whoever touches it from the host.
+No GPU: a stand-in for the driver is built and loaded, whose device memory crashes a thread that touches it from the
+host.
 """
 
 from __future__ import annotations
@@ -67,16 +68,18 @@ def driver(loaded: Driver, nodes: Any) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize("lane", [STREAM, UNIX], ids=["stream", "unix"])
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "sums"])
+@pytest.mark.parametrize("has_checksums", [False, True], ids=["plain", "checksums"])
 @pytest.mark.parametrize("has_batch", [True, False], ids=["batch", "single"])
-def test_pools(driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, checks: bool, has_batch: bool) -> None:
+def test_pools(
+    driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, has_checksums: bool, has_batch: bool
+) -> None:
     """Scattered blocks in segments that are cut differently, from one device to another, copies taking their time."""
     driver.set(delay_us=200, has_batch=has_batch)
     blocks, half = 600, 2500
     p, d = nodes.pair()
     ours, theirs = driver.alloc(blocks * 2 * half, 1), driver.alloc(blocks * 2 * half)
-    add_pool(p, ours, [(0, half, half), (blocks * half, half, half)], blocks, checks=checks)
-    add_pool(d, theirs, [(0, 2 * half, 2 * half)], blocks, checks=checks)
+    add_pool(p, ours, [(0, half, half), (blocks * half, half, half)], blocks, has_checksums=has_checksums)
+    add_pool(d, theirs, [(0, 2 * half, 2 * half)], blocks, has_checksums=has_checksums)
     rng = np.random.default_rng(3)
     granted, filled = rng.permutation(blocks)[:500], rng.permutation(blocks)[:500]
     transfer = new_id()
@@ -84,19 +87,19 @@ def test_pools(driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, che
     pull(d, transfer, p, filled, lanes=[lane])
     assert d.wait_drained(transfer).state == COMMITTED
     for source, target in zip(granted.tolist(), filled.tolist(), strict=True):
-        sent = ours.piece(source * half, half) + ours.piece((blocks + source) * half, half)
-        assert theirs.piece(target * 2 * half, 2 * half) == sent
+        sent = ours.element(source * half, half) + ours.element((blocks + source) * half, half)
+        assert theirs.element(target * 2 * half, 2 * half) == sent
     untouched = sorted(set(range(blocks)) - set(filled.tolist()))
-    assert all(theirs.piece(block * 2 * half, 2 * half) == b"\xee" * 2 * half for block in untouched)
+    assert all(theirs.element(block * 2 * half, 2 * half) == b"\xee" * 2 * half for block in untouched)
     assert (driver.count("batches") > 0) or not has_batch
     d.core.remove_pool(POOL)
 
 
 @pytest.mark.parametrize("where", ["source", "reader", "both", "other device"])
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-@pytest.mark.parametrize("sums", [False, True], ids=["plain", "sums"])
-def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: str, sums: bool) -> None:
-    """Pieces that are larger than a buffer, and a last one of a single byte; either side may be the host's."""
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: str, checksums: bool) -> None:
+    """Elements that are larger than a buffer, and a last one of a single byte; either side may be the host's."""
     p, d = nodes.pair()
     step, length, count = 700_001, 650_003, 4
     nbytes = step * count
@@ -111,25 +114,25 @@ def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: st
     if where == "source":
         to = d.register(nbytes)
         to.memory[:] = 0xEE
-        target, read = to.id, to.piece
+        target, read = to.id, to.element
     else:
-        target, read = register(d, second, device=int(where == "other device")), second.piece
+        target, read = register(d, second, device=int(where == "other device")), second.element
     transfer = new_id()
     near, far = [(source, *row) for row in rows], [(target, *row) for row in rows]
     actor = d if verb == "fetch" else p
     if verb == "fetch":
-        d.fetch(transfer, p, far, near, lanes=[UNIX], wants_sums=sums)
+        d.fetch(transfer, p, far, near, lanes=[UNIX], wants_checksums=checksums)
     else:
-        p.push(transfer, d, near, far, lanes=[UNIX], wants_sums=sums)
+        p.push(transfer, d, near, far, lanes=[UNIX], wants_checksums=checksums)
     assert actor.wait_drained(transfer).state == COMMITTED
     for at in range(count):
-        assert read(at * step, length) == first.piece(at * step, length)
+        assert read(at * step, length) == first.element(at * step, length)
         gap = b"\xee" * (step - length - (at == count - 1))
         assert read(at * step + length, len(gap)) == gap
-    assert read(nbytes - 1, 1) == first.piece(nbytes - 1, 1)
+    assert read(nbytes - 1, 1) == first.element(nbytes - 1, 1)
 
 
-def test_pieces_of_host_and_device_in_one_post(driver: Driver, nodes: Any, new_id: NewId) -> None:
+def test_elements_of_host_and_device_in_one_post(driver: Driver, nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair()
     on_device, into = driver.alloc(8192, 7), driver.alloc(16384)
     on_host = p.register(8192)
@@ -139,14 +142,14 @@ def test_pieces_of_host_and_device_in_one_post(driver: Driver, nodes: Any, new_i
     remote = [(on_host.id, 0, 4096, 4096, 2), (ours, 0, 4096, 4096, 2)]
     d.fetch(transfer, p, [(theirs, 0, 4096, 4096, 4)], remote, lanes=[STREAM])
     assert d.wait_drained(transfer).state == COMMITTED
-    assert into.piece(0, 16384) == on_host.piece(0, 8192) + on_device.piece(0, 8192)
+    assert into.element(0, 16384) == on_host.element(0, 8192) + on_device.element(0, 8192)
 
 
 @pytest.mark.parametrize("gone", ["source", "destination"])
-def test_a_host_piece_that_vanished_beside_a_devices_is_named_and_ends_the_post(
+def test_a_host_element_that_vanished_beside_a_devices_is_named_and_ends_the_post(
     driver: Driver, nodes: Any, new_id: NewId, gone: str
 ) -> None:
-    """A driver's own loads and stores would not outlive it: the host's pieces are copied by the kernel."""
+    """A driver's own loads and stores would not outlive it: the host's elements are copied by the kernel."""
     p, d = nodes.pair()
     on_device, into = driver.alloc(8192, 7), driver.alloc(8192)
     pages = {name: mmap.mmap(-1, 8192, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for name in ("source", "destination")}
@@ -160,7 +163,7 @@ def test_a_host_piece_that_vanished_beside_a_devices_is_named_and_ends_the_post(
     first, second = new_id(), new_id()
     d.fetch(first, p, local, remote, lanes=[STREAM])
     assert d.wait_drained(first).state == COMMITTED
-    assert (hosts["destination"].tobytes(), into.piece(0, 8192)) == (b"\5" * 8192, on_device.piece(0, 8192))
+    assert (hosts["destination"].tobytes(), into.element(0, 8192)) == (b"\5" * 8192, on_device.element(0, 8192))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     assert libc.mprotect(hosts[gone].ctypes.data + 4096, 4096, 0) == 0  # as if unmapped
@@ -186,10 +189,10 @@ def test_nothing_has_landed_before_it_was_scattered(driver: Driver, nodes: Any, 
     d.take()
     assert not d.find(native.TransferFinal, id=transfer)
     assert d.core.transfer_state(transfer) != COMMITTED
-    assert into.piece(0, 10) == b"\xee" * 10
+    assert into.element(0, 10) == b"\xee" * 10
     driver.set()
     assert d.wait_drained(transfer).state == COMMITTED
-    assert into.piece(0, 100_000) == b"\x11" * 100_000
+    assert into.element(0, 100_000) == b"\x11" * 100_000
 
 
 def test_a_cancelled_landing_keeps_its_memory_until_the_device_is_done(
@@ -244,7 +247,7 @@ def test_a_region_is_taken_back_after_a_push_that_had_ended_and_still_lands(
 
 
 def test_memory_is_not_taken_back_under_a_gather(driver: Driver, nodes: Any, new_id: NewId) -> None:
-    """And what was gathered of a grant that has ended is sent to nobody."""
+    """And bytes gathered of a grant that has ended are not sent."""
     p, d = nodes.pair()
     secret = driver.alloc(65536, 11)
     add_pool(p, secret, [(0, 4096, 4096)], 16)
@@ -272,7 +275,7 @@ def test_memory_is_not_taken_back_under_a_gather(driver: Driver, nodes: Any, new
     final = d.wait_drained(transfer)
     assert (final.state, final.code) == (FAILED, native.Code.grant_revoked)
     for at in range(0, 65536, 4096):
-        assert host[at : at + 4096].tobytes() != secret.piece(at, 4096)
+        assert host[at : at + 4096].tobytes() != secret.element(at, 4096)
 
 
 @pytest.mark.parametrize("side", ["source", "reader"])
@@ -288,7 +291,7 @@ def test_a_copy_that_fails_is_tried_again(driver: Driver, nodes: Any, new_id: Ne
     transfer = new_id()
     d.fetch(transfer, p, [(to, 0, 1, 300_000, 1)], [(source, 0, 1, 300_000, 1)], lanes=[STREAM])
     assert d.wait_drained(transfer).state == COMMITTED
-    assert (into if side == "reader" else target).piece(0, 300_000) == memory.piece(0, 300_000)
+    assert (into if side == "reader" else target).element(0, 300_000) == memory.element(0, 300_000)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +333,7 @@ def test_other_lanes_refuse_it_by_name(driver: Driver, nodes: Any, new_id: NewId
     assert ("cannot be mapped" if (lane, side) == (MAPPED, "source") else "is on a device") in final.lane_notes
 
 
-def test_many_at_once(driver: Driver, nodes: Any, new_id: NewId) -> None:
+def test_more_frames_than_staging_buffers_commit(driver: Driver, nodes: Any, new_id: NewId) -> None:
     """More frames than there are buffers, both ways, over three stripes."""
     limits = nodes.limits()
     limits.stripes = 3
@@ -350,7 +353,7 @@ def test_many_at_once(driver: Driver, nodes: Any, new_id: NewId) -> None:
     for actor, transfer, ours, theirs in posts:
         assert actor.wait_drained(transfer).state == COMMITTED
         for at in range(300):
-            assert theirs.piece(at * 5000, 4999) == ours.piece(at * 5000, 4999)
+            assert theirs.element(at * 5000, 4999) == ours.element(at * 5000, 4999)
 
 
 def test_a_core_that_closes_waits_for_its_copies(driver: Driver, nodes: Any, new_id: NewId) -> None:
@@ -375,7 +378,8 @@ def test_a_core_that_closes_waits_for_its_copies(driver: Driver, nodes: Any, new
 
 
 def test_a_core_that_breaks_says_so_after_its_copies(driver: Driver, nodes: Any, new_id: NewId, breaker: Any) -> None:
-    """Nothing is written any more once that is told; and who waits for the region is told it at once, not late."""
+    """Nothing is written any more once that is told; and the thread that waits for the region learns it at once, not
+    late."""
     p = nodes("source")
     break_loop = breaker()
     d = nodes("breaks")
@@ -405,11 +409,11 @@ def test_a_core_that_breaks_says_so_after_its_copies(driver: Driver, nodes: Any,
     assert "the native core failed" in str(error)
     told: list[Any] = []
     deadline_s = time.monotonic() + 5
-    while not told and time.monotonic() < deadline_s:  # after whoever waited for the region
+    while not told and time.monotonic() < deadline_s:  # after the thread that waited for the region
         told = d.core.drain()
         time.sleep(0.005)
     assert isinstance(told[-1], native.CoreFailed)
-    assert into.piece(0, 100_000) == source.piece(0, 100_000)
+    assert into.element(0, 100_000) == source.element(0, 100_000)
     d.core.close()
     nodes.made.remove(d)
 
@@ -452,7 +456,7 @@ def test_tensors_of_two_posters(driver: Driver, op: Op) -> None:
         post.poll()
         other.poll()
     assert post.result().lane is Lane.UNIX
-    assert all(second.piece(at, 4096) == first.piece(at, 4096) for at in range(0, 1 << 20, 8192))
+    assert all(second.element(at, 4096) == first.element(at, 4096) for at in range(0, 1 << 20, 8192))
     one.deregister(local)
     other.deregister(remote)
     for poster in posters:

@@ -24,16 +24,16 @@ agents = st.builds(native.AgentRef, st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,
 triples = st.lists(st.tuples(u64, u64, u64), max_size=20)
 
 lanes = st.sampled_from(list(native.Lane))
-grids = st.lists(st.tuples(u32, u64, u64, u64, u32), max_size=12)
-lists = st.builds(native.WireList, grids, st.lists(u32, max_size=12))
+rows = st.lists(st.tuples(u32, u64, u64, u64, u32), max_size=12)
+lists = st.builds(native.WireList, rows, st.lists(u32, max_size=12))
 pulls = st.builds(native.Pull, ids, u32, u64, lanes, u32, u32, u64, nonces, u32, nonces, st.booleans())
 
 
 @st.composite
 def readies(draw: st.DrawFn) -> Any:
     blocks = draw(st.lists(u32, max_size=50))
-    sums = draw(st.lists(u32, min_size=len(blocks), max_size=len(blocks))) if draw(st.booleans()) else []
-    return native.Ready(*draw(st.tuples(ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32)), blocks, sums)
+    checksums = draw(st.lists(u32, min_size=len(blocks), max_size=len(blocks))) if draw(st.booleans()) else []
+    return native.Ready(*draw(st.tuples(ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32)), blocks, checksums)
 
 
 frames = st.one_of(
@@ -100,7 +100,7 @@ def fields(frame: Any) -> dict[str, Any]:
 
 
 def decode(data: bytes, cuts: list[int]) -> list[tuple[Any, bytes]]:
-    """Frames with their payloads out of `data` fed in pieces that end at `cuts`."""
+    """Frames with their payloads out of `data` fed in chunks that end at `cuts`."""
     decoder = native.Decoder()
     out: list[tuple[Any, bytes]] = []
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
@@ -156,7 +156,7 @@ def test_every_body_that_is_too_short_or_too_long_is_refused(frame: Any) -> None
 
 
 def test_lists_are_believed_only_as_far_as_they_are_there() -> None:
-    """A count of pieces is four bytes; what it claims may not be allocated before it has come."""
+    """A count of elements is four bytes; what it claims may not be allocated before it has come."""
     wire = native.encode(
         native.Fetch(native.Pull(b"i" * 16, 1, 2, native.Lane.STREAM, 0, 1, 0, b"d" * 32, 0), native.WireList([]))
     )

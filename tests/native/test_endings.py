@@ -1,4 +1,4 @@
-"""Endings that meet work under way: what is told stays in order, and who ended first is never overruled."""
+"""Endings that meet work in progress: events stay in order, and the first end is never overruled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
 
 
 def test_two_that_end_one_grant(nodes: Any, new_id: NewId) -> None:
-    """Whoever comes second is told the same end."""
+    """The second caller gets the same end."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=16)
     transfer = new_id()
     p.grant(transfer, np.arange(16))
@@ -120,15 +120,15 @@ def test_one_refusal_a_connection(nodes: Any) -> None:
     assert len(p.find(native.SessionRefused)) == p.core.statistics().sessions_refused == 1
 
 
-def test_little_is_kept_of_who_has_not_proven_itself(nodes: Any) -> None:
+def test_frame_before_the_proof_is_refused_early(nodes: Any) -> None:
     """A frame as long as frames may be is refused long before it is whole."""
     p = nodes("source")
-    with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as stranger:
-        stranger.sendall(b"KX" + bytes([native.WIRE_VERSION, 1]) + (512 * 1024).to_bytes(4, "little") + bytes(8192))
+    with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as unknown:
+        unknown.sendall(b"KX" + bytes([native.WIRE_VERSION, 1]) + (512 * 1024).to_bytes(4, "little") + bytes(8192))
         assert "before the session was proven" in p.wait_for(native.SessionRefused).text
 
 
-def test_notifications_that_nobody_takes_are_bounded(nodes: Any) -> None:
+def test_untaken_notifications_are_bounded(nodes: Any) -> None:
     """Empty ones too; and none is lost by it."""
     p, d = nodes.pair()
     sent = 0
@@ -207,7 +207,7 @@ b.core.close()
 
 @pytest.mark.no_sanitizer  # whose own locks, held by threads that a child does not have, stop it now and then
 def test_a_forked_child_has_no_part_in_its_parents_core(private_directories: pathlib.Path) -> None:
-    """It ends nothing and answers nobody, least of all out of its copy of what the parent has taken back.
+    """It ends nothing and answers no peer, least of all out of its copy of what the parent has taken back.
 
     In a process of its own: what else this one has loaded has opinions of its own about forks.
     """
@@ -258,7 +258,7 @@ def test_the_descriptor_is_not_readable_for_ever(nodes: Any, new_id: NewId) -> N
 
 def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: NewId) -> None:
     """The reader is told what ended it: that the rest went out as zeros is no broken byte."""
-    p, d = nodes.pair(block_bytes=1 << 20, blocks=64, checks=True)
+    p, d = nodes.pair(block_bytes=1 << 20, blocks=64, has_checksums=True)
     for round_ in range(12):
         transfer = new_id()
         p.grant(transfer, np.arange(64))
@@ -273,7 +273,7 @@ def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: New
 
 
 def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> None:
-    """Notifications that nobody takes cost who sends more of them this push, and not the session."""
+    """Notifications that the program does not take cost their sender this push, and not the session."""
     p, d = nodes.pair(limits=nodes.limits())
     source, target = p.register(4096), d.register(4096)
     rows = [(source.id, 0, 64, 64, 1)], [(target.id, 0, 64, 64, 1)]
@@ -297,7 +297,7 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
 
 @pytest.mark.nightly  # 66,000 posts
 @pytest.mark.no_sanitizer  # a minute of the same two threads
-def test_ended_offers_that_nobody_takes_are_bounded(nodes: Any) -> None:
+def test_untaken_ended_offers_are_bounded(nodes: Any) -> None:
     """By the oldest of them; nothing else is lost."""
     p, d = nodes.pair()
     source, target = p.register(4096), d.register(4096)

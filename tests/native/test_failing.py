@@ -1,4 +1,4 @@
-"""A native core that broke: who waits is told, and that is the last that anybody is told."""
+"""A native core that broke: waiting threads get the error, and it is the last event."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def waits_until_that_is_over(call):
     assert not thread.is_alive(), "still waited for"
 
 directory, transfer = pathlib.Path(sys.argv[1]), os.urandom(16)
-p = Node("source", directory, block_bytes=64, blocks=3001, checks=True)
+p = Node("source", directory, block_bytes=64, blocks=3001, has_checksums=True)
 """
-SUMS = """
+CHECKSUMS = """
 def announce():
     try:
         p.core.ready(transfer, 3001, complete=True)
@@ -113,7 +113,7 @@ def take_back():
 
 errors = []
 p.grant(transfer, np.arange(3001), ready=0)
-memory.fail_at(3001 * 4, 2)  # the sums; before them comes the list of blocks
+memory.fail_at(3001 * 4, 2)  # the checksums; before them comes the list of blocks
 thread = in_a_thread(announce)
 waits_until_that_is_over(take_back)
 thread.join(5)
@@ -121,10 +121,10 @@ assert errors == ["missed"]
 p.core.close()
 """
 SEND = """
-d = Node("reader", directory, block_bytes=64, blocks=3001, checks=True)
+d = Node("reader", directory, block_bytes=64, blocks=3001, has_checksums=True)
 join(p, d)
 p.grant(transfer, np.arange(3001))
-memory.fail_at(15361, 1)  # as the trailer of sums grows
+memory.fail_at(15361, 1)  # as the trailer of checksums grows
 d.pull(transfer, p, np.arange(3001), lanes=[native.Lane.STREAM])
 states = []
 waits_until_that_is_over(lambda: states.append(p.core.end_grant(transfer, native.GrantEvent.REVOKE)))
@@ -183,11 +183,12 @@ p.core.close()
 
 
 @pytest.mark.no_sanitizer
-@pytest.mark.parametrize("script", [SUMS, SEND], ids=["sums", "send"])
-def test_what_was_begun_is_over_where_memory_runs_out(
+@pytest.mark.parametrize("script", [CHECKSUMS, SEND], ids=["checksums", "send"])
+def test_gather_ends_when_an_allocation_fails(
     private_directories: pathlib.Path, tmp_path: pathlib.Path, script: str
 ) -> None:
-    """A look at blocks that ends by an exception has ended: who takes the blocks back waits for it no longer."""
+    """A look at blocks that ends by an exception has ended: a thread that takes the blocks back no longer waits for
+    it."""
     run_with_failing_new(script, private_directories, tmp_path)
 
 

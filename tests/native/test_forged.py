@@ -41,11 +41,11 @@ def met(nodes: Any) -> Iterator[Dial]:
 
 
 def fetch(
-    transfer: bytes, grids: Any, picks: Any = (), *, count: int | None = None, lane: Any = STREAM
+    transfer: bytes, rows: Any, indices: Any = (), *, count: int | None = None, lane: Any = STREAM
 ) -> native.Fetch:
-    total = sum(grid[4] for grid in grids) if not len(picks) else len(picks)
+    total = sum(row[4] for row in rows) if not len(indices) else len(indices)
     pull = native.Pull(transfer, 1, 7, lane, 0, total if count is None else count, 0, bytes(32), 0)
-    return native.Fetch(pull, native.WireList(grids, list(picks)))
+    return native.Fetch(pull, native.WireList(rows, list(indices)))
 
 
 def test_an_honest_fetch(met: Dial, new_id: NewId) -> None:
@@ -54,14 +54,14 @@ def test_an_honest_fetch(met: Dial, new_id: NewId) -> None:
     peer.say(fetch(transfer, [(region.id, 100, 1000, 50, 3), (region.id, 5, 7, 7, 1)], [3, 0, 2]))
     data = peer.hear(native.Data)
     assert (data.id, data.first, data.count, data.payload_bytes) == (transfer, 0, 3, 107)
-    assert peer.payload == region.piece(5, 7) + region.piece(100, 50) + region.piece(2100, 50)
+    assert peer.payload == region.element(5, 7) + region.element(100, 50) + region.element(2100, 50)
     assert peer.hear(native.Verdict).code == native.Code.ok
     peer.say(native.Release(transfer))
     node.wait(lambda _: node.is_idle(), "the end of the read")
 
 
 @pytest.mark.parametrize(
-    "grids",
+    "rows",
     [
         [(0, SIZE - 63, 64, 64, 1)],
         [(0, 0, 64, 64, SIZE // 64 + 1)],
@@ -70,13 +70,13 @@ def test_an_honest_fetch(met: Dial, new_id: NewId) -> None:
         [(0, 0, 64, 64, 1), (1, 0, 64, 64, 1)],
         [(77, 0, 64, 64, 1)],
     ],
-    ids=["end", "grid-end", "after", "far", "one-unknown", "unknown"],
+    ids=["end", "row-end", "after", "far", "one-unknown", "unknown"],
 )
 @pytest.mark.parametrize("lane", [STREAM, Lane.UCX])
-def test_out_of_bounds(met: Dial, new_id: NewId, grids: Any, lane: native.Lane) -> None:
+def test_out_of_bounds(met: Dial, new_id: NewId, rows: Any, lane: native.Lane) -> None:
     """Refused by the source, counted, and not a byte goes out."""
     node, peer, region = met()
-    moved = [(region.id + grid[0], *grid[1:]) for grid in grids]
+    moved = [(region.id + row[0], *row[1:]) for row in rows]
     transfer = new_id()
     peer.say(fetch(transfer, moved, lane=lane))
     with pytest.raises(AssertionError, match=r"Code\.refused"):
@@ -127,14 +127,14 @@ def test_a_lane_of_another_kind_of_session(
         ask(lane)
 
 
-@pytest.mark.parametrize("is_pick", [False, True], ids=["overlapping", "no-such-pick"])
-def test_a_list_that_is_none(met: Dial, new_id: NewId, is_pick: bool) -> None:
-    """Pieces over each other, or picks of none, which our own encoder never says: refused, nothing goes out."""
+@pytest.mark.parametrize("is_index", [False, True], ids=["overlapping", "no-such-index"])
+def test_a_list_that_is_none(met: Dial, new_id: NewId, is_index: bool) -> None:
+    """Elements over each other, or indices of none, which our own encoder never says: refused, nothing goes out."""
     node, peer, region = met()
-    frame = fetch(new_id(), [(region.id, 0, 64, 64, 5)], [0] if is_pick else [])
+    frame = fetch(new_id(), [(region.id, 0, 64, 64, 5)], [0] if is_index else [])
     good = native.encode(frame)
     stride = (64).to_bytes(8, "little")
-    bad = good[:-4] + b"\x09\0\0\0" if is_pick else good.replace(stride + stride, bytes([1]) + bytes(7) + stride)
+    bad = good[:-4] + b"\x09\0\0\0" if is_index else good.replace(stride + stride, bytes([1]) + bytes(7) + stride)
     assert bad != good
     assert peer.socket is not None
     peer.socket.sendall(bad)
@@ -222,8 +222,8 @@ def test_no_two_reads_are_confirmed_by_one_nonce(met: Dial, new_id: NewId) -> No
     assert 0 not in asked
 
 
-def test_what_is_kept_of_maps_is_bounded(met: Dial) -> None:
-    """In bytes: a peer may not fill our memory with keys that nobody ever asks for."""
+def test_maps_of_a_peer_are_bounded(met: Dial) -> None:
+    """In bytes: a peer may not fill our memory with keys that are never used."""
     node, peer, _ = met()
     for pool in range(1024):
         peer.say(native.Map(pool + 1000, 0, 0, [], STREAM, 0, bytes(16 * 1024)))

@@ -1,4 +1,4 @@
-"""A session that is hung up on in the middle of a payload: its grant lives on, and so what was begun is true."""
+"""A session that is hung up on in the middle of a payload: its grant stays, and so what was begun is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK, BLOCKS = 1 << 20, 16
 
 
 @pytest.mark.parametrize("lane", [native.Lane.STREAM, native.Lane.UNIX])
-@pytest.mark.parametrize("is_exposed", [False, True], ids=["copied", "lent"])
+@pytest.mark.parametrize("is_exposed", [False, True], ids=["copied", "zero-copy"])
 def test_the_rest_of_a_payload_is_no_zeros(nodes: Any, new_id: NewId, is_exposed: bool, lane: Any) -> None:
     """Flaw: the rest went out as zeros. A reader that had the frame whole could ask over the next session whether the
     grant was alive. It was, and zeros were committed.
@@ -28,7 +28,7 @@ def test_the_rest_of_a_payload_is_no_zeros(nodes: Any, new_id: NewId, is_exposed
     node.fill(0x55)
     peer, transfer = RawPeer(), new_id()
     is_unix = lane == native.Lane.UNIX
-    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nobody" if is_unix else "")
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nowhere" if is_unix else "")
     with contextlib.closing(peer):
         peer.dial(node.core, kind=native.SessionKind.UNIX if is_unix else native.SessionKind.TCP)
         assert peer.socket is not None

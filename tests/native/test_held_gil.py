@@ -65,7 +65,7 @@ FAR = textwrap.dedent(
     thread = threading.Thread(target=get_in)
     thread.start()
     sys.stdin.readline()
-    sys.setswitchinterval(3600)  # nobody is let in between two calls either
+    sys.setswitchinterval(3600)  # no other thread gets the GIL between two calls either
     libc, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)  # PyDLL's calls keep the GIL
     libc.write(go[1], byte, 1)
     libc.write(1, b"holding\\n", 8)
@@ -157,7 +157,7 @@ def pattern(seed: int) -> Any:
 
 
 def scattered(seed: int) -> tuple[Any, Any]:
-    """All pieces of one side, in an order of no use to anybody, and of the other."""
+    """All elements of one side, in random order, and of the other."""
     rng = np.random.default_rng(seed)
     return rng.permutation(BLOCKS).astype(np.uint32), rng.permutation(BLOCKS).astype(np.uint32)
 

@@ -57,7 +57,7 @@ def test_a_wish_that_is_none_is_refused() -> None:
         native.Region(MIB, huge="sometimes")
 
 
-@pytest.mark.skipif(free_huge_pages() < 4, reason="the host has set no huge pages aside (sysctl vm.nr_hugepages)")
+@pytest.mark.skipif(free_huge_pages() < 4, reason="the host has reserved no huge pages (sysctl vm.nr_hugepages)")
 def test_a_pool_on_huge_pages_is_mapped(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(blocks=1000, block_bytes=4096)
     assert p.region.page_bytes >= 2 * MIB

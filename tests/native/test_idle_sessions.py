@@ -28,7 +28,7 @@ SOON_S = 3.0
 
 
 class Middlebox:
-    """Forwards TCP connections. Those that it has forgotten it swallows, both ways, and tells nobody."""
+    """Forwards TCP connections. It silently drops the bytes of those that it has forgotten, both ways."""
 
     def __init__(self, port: int) -> None:
         self.port, self.taken = port, 0
@@ -155,7 +155,7 @@ def test_a_notification_over_a_session_that_was_forgotten_arrives_soon(far: Far,
     far.d.wait_for(native.NotifDelivered)
 
 
-def test_a_session_that_idled_and_lives_is_kept(far: Far, new_id: NewId) -> None:
+def test_a_session_that_idled_and_is_alive_is_kept(far: Far, new_id: NewId) -> None:
     far.move("fetch", new_id())
     for _ in range(2):
         time.sleep(IDLE_S)
@@ -180,6 +180,6 @@ def timer_of(port: int) -> int:
 
 
 def test_idle_sessions_are_kept_alive_by_the_kernel(far: Far, new_id: NewId) -> None:
-    """Which wakes nobody."""
+    """Which wakes no thread."""
     far.move("fetch", new_id())
     far.p.wait(lambda _: timer_of(far.p.core.tcp_port) == KEEPALIVE, "the timer")

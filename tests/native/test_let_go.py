@@ -20,7 +20,7 @@ from tests.support.native.rawpeer import KEY, RawPeer
 NewId = Callable[[], bytes]
 SIZE = 64 << 20
 """More than sockets hold, and of no other region here."""
-PIECE = 64 << 10
+ELEMENT = 64 << 10
 
 
 def mappings() -> int:
@@ -46,14 +46,14 @@ def stalled(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterat
         peer.dial(node.core)
         for region in regions[:2]:
             pull = native.Pull(
-                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // PIECE, 0, bytes(32), 0, wants_sums=request.param
+                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // ELEMENT, 0, bytes(32), 0, wants_checksums=request.param
             )
-            peer.say(native.Fetch(pull, native.WireList([(region, 0, PIECE, PIECE, SIZE // PIECE)])))
+            peer.say(native.Fetch(pull, native.WireList([(region, 0, ELEMENT, ELEMENT, SIZE // ELEMENT)])))
         sent = [-1, 0]
         while len(sent) < 200 and (sent[-1] != sent[-2] or not sent[-1]):
             time.sleep(0.1)
             sent.append(node.core.statistics().bytes_streamed_out)
-        assert 0 < sent[-1] == sent[-2] < SIZE, "it does not wait for who takes nothing"
+        assert 0 < sent[-1] == sent[-2] < SIZE, "it does not wait for a peer that takes nothing"
         assert mappings() == 3
         yield node, regions
 
@@ -67,7 +67,7 @@ def test_memory_of_a_reader_that_takes_nothing(stalled: tuple[Any, list[int]]) -
         time.sleep(0.1)
         assert mappings() == left, "what is being read was unmapped"
     node.core.remove_region(first)
-    assert comes_true(lambda: mappings() == 0), "it is still mapped for somebody who takes nothing"
+    assert comes_true(lambda: mappings() == 0), "it is still mapped for a peer that takes nothing"
     assert node.core.counts().sessions_up == 1
 
 

@@ -1,5 +1,5 @@
 """Registered memory that its owner unmapped: the transfer ends by name at once, nothing of it is committed, and the
-process that finds nothing there lives, whatever it was about to do with it."""
+process that finds nothing there goes on, whatever it was about to do with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_lane = pytest.mark.parametrize(
 )
 each_verb = pytest.mark.parametrize("verb", ["fetch", "push"])
 each_side = pytest.mark.parametrize("gone", ["source", "destination"])
-each_sums = pytest.mark.parametrize("sums", [False, True], ids=["plain", "sums"])
+each_checksums = pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
 
 
 class Foreign:
@@ -52,7 +52,7 @@ class Foreign:
         assert LIBC.mprotect(self.address + offset, length, protection) == 0
 
     def lose(self, offset: int, length: int) -> None:
-        """As if unmapped, to the kernel and to loads; and nobody else's meanwhile."""
+        """As if unmapped, to the kernel and to loads; and not reused meanwhile."""
         self.protect(offset, length, 0)
 
     def give_back(self) -> None:
@@ -83,8 +83,8 @@ class Both:
         return self.own.wait_drained(transfer)
 
 
-def rows_of(piece: int, stride: int, count: int) -> tuple[Any, Any]:
-    return [(901, 0, stride, piece, count)], [(902, 0, piece, piece, count)]
+def rows_of(element: int, stride: int, count: int) -> tuple[Any, Any]:
+    return [(901, 0, stride, element, count)], [(902, 0, element, element, count)]
 
 
 def check_named(final: Any, gone: str, region: int) -> None:
@@ -96,43 +96,43 @@ def check_named(final: Any, gone: str, region: int) -> None:
 @each_lane
 @each_verb
 @each_side
-@each_sums
+@each_checksums
 @pytest.mark.parametrize(
-    ("piece", "stride", "count"),
+    ("element", "stride", "count"),
     [(SIZE, SIZE, 1), (65536, 65536, 64), (3000, 5000, 800), (512, 4096, 1000)],
     ids=["whole", "64K", "odd", "small"],
 )
 def test_memory_that_vanishes_between_two_transfers_fails_the_second_by_name(
-    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, sums: bool, piece: int, stride: int, count: int
+    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, checksums: bool, element: int, stride: int, count: int
 ) -> None:
     both = Both(nodes, verb, lane)
-    rows = rows_of(piece, stride, count)
-    assert both.move(new_id(), rows, wants_sums=sums).state == COMMITTED
+    rows = rows_of(element, stride, count)
+    assert both.move(new_id(), rows, wants_checksums=checksums).state == COMMITTED
     both.target.memory[:] = POISON
     vanished = both.source if gone == "source" else both.target
-    first = PAGE * (piece * count // 2 // PAGE)
+    first = PAGE * (element * count // 2 // PAGE)
     vanished.lose(first, SIZE - first)
     begun = time.monotonic()
-    final = both.move(new_id(), rows, wants_sums=sums)
+    final = both.move(new_id(), rows, wants_checksums=checksums)
     assert time.monotonic() - begun < SOON_S
     check_named(final, gone, vanished.id)
     assert int(final.text.rpartition(" ")[2]) >= first - (1 << 20)
     vanished.give_back()
     both.own.wait(lambda _: both.own.is_idle(), "the end of it")
     both.target.memory[:] = POISON
-    assert both.move(new_id(), rows, wants_sums=sums).state == COMMITTED
+    assert both.move(new_id(), rows, wants_checksums=checksums).state == COMMITTED
     expected = np.full(SIZE, POISON, np.uint8)
     for i in range(count):
-        expected[i * piece : (i + 1) * piece] = both.source.memory[i * stride : i * stride + piece]
+        expected[i * element : (i + 1) * element] = both.source.memory[i * stride : i * stride + element]
     assert np.array_equal(both.target.memory, expected)
 
 
 @each_lane
 @each_verb
 @each_side
-@each_sums
+@each_checksums
 def test_memory_that_vanishes_amid_transfers_ends_each_of_them_and_what_commits_is_whole(
-    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, sums: bool
+    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, checksums: bool
 ) -> None:
     """At whatever moment: nothing waits for anything but the transfer's own end."""
     both = Both(nodes, verb, lane)
@@ -143,7 +143,7 @@ def test_memory_that_vanishes_amid_transfers_ends_each_of_them_and_what_commits_
     for _ in range(12):
         both.target.memory[:] = POISON
         transfer = new_id()
-        both.begin(transfer, rows, wants_sums=sums)
+        both.begin(transfer, rows, wants_checksums=checksums)
         end = time.perf_counter() + rng.random() * 0.004
         while time.perf_counter() < end:
             both.own.take()
@@ -174,7 +174,7 @@ def test_a_destination_that_may_not_be_written_any_more_is_as_good_as_gone(
 
 @pytest.mark.parametrize("others", [(STREAM,), (UNIX, STREAM)])
 @needs_cma
-def test_what_one_lane_cannot_read_the_next_one_names(nodes: Any, new_id: NewId, others: tuple[Any, ...]) -> None:
+def test_memory_gone_on_one_lane_is_named_by_the_next(nodes: Any, new_id: NewId, others: tuple[Any, ...]) -> None:
     both = Both(nodes, "fetch", CMA)
     assert both.move(new_id(), rows_of(4096, 4096, 100)).state == COMMITTED
     both.source.lose(0, SIZE)
@@ -187,16 +187,16 @@ def test_what_one_lane_cannot_read_the_next_one_names(nodes: Any, new_id: NewId,
 
 
 @each_lane
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checks"])
+@pytest.mark.parametrize("has_checksums", [False, True], ids=["plain", "checksums"])
 def test_blocks_of_a_pool_that_vanish_are_named_and_their_grant_ends(
-    nodes: Any, new_id: NewId, lane: Any, checks: bool
+    nodes: Any, new_id: NewId, lane: Any, has_checksums: bool
 ) -> None:
-    p, d = nodes("source"), nodes("reader", block_bytes=8192, blocks=64, checks=checks)
+    p, d = nodes("source"), nodes("reader", block_bytes=8192, blocks=64, has_checksums=has_checksums)
     nodes.join(p, d)
     d.fill(POISON)
     memory = mmap.mmap(-1, 64 * 8192, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(memory, np.uint8)
-    info = native.PoolInfo(9, 64, 8192, b"d" * 32, False, True, checks)
+    info = native.PoolInfo(9, 64, 8192, b"d" * 32, False, True, has_checksums)
     p.core.add_foreign_pool(info, array.ctypes.data, array.nbytes, memory, [(0, 8192, 8192)])
     transfer = new_id()
     p.core.grant(transfer, 9, np.arange(40, dtype=np.uint32), reader="", ttl_ns=60 * 10**9)
@@ -276,13 +276,13 @@ def run_under_filter(nodes: Any, new_id: NewId) -> None:
         for gone in ("source", "destination"):
             both = Both(nodes, verb, STREAM, has_unix=False)
             rows = rows_of(3000, 5000, 800)
-            assert both.move(new_id(), rows, wants_sums=True).state == COMMITTED
+            assert both.move(new_id(), rows, wants_checksums=True).state == COMMITTED
             for i in range(800):
                 moved = both.source.memory[i * 5000 : i * 5000 + 3000]
                 assert np.array_equal(both.target.memory[i * 3000 : (i + 1) * 3000], moved)
             vanished = both.source if gone == "source" else both.target
             vanished.lose(PAGE * 100, PAGE)
-            final = both.move(new_id(), rows, wants_sums=True)
+            final = both.move(new_id(), rows, wants_checksums=True)
             check_named(final, gone, vanished.id)
             vanished.give_back()
 

@@ -1,5 +1,5 @@
-"""How often the machine is asked: once for neighbours, however many blocks or pieces they are, and for the rest as many
-at once as a call takes, or as the bound lets be in flight.
+"""How often the machine is asked: once for neighbours, however many blocks or elements they are, and for the rest as
+many at once as a call takes, or as the bound lets be in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def pull(p: Any, d: Any, transfer: bytes, blocks: tuple[list[int], list[int]], l
 
 
 def fetch(p: Any, d: Any, transfer: bytes, blocks: tuple[list[int], list[int]], lane: Any) -> None:
-    """The same of pieces of registered memory."""
+    """The same of elements of registered memory."""
     theirs, ours = (node.register(BLOCK_BYTES * BLOCKS) for node in (p, d))
     theirs.memory[:] = np.random.default_rng(5).integers(0, 256, theirs.memory.size, np.uint8)
     ours.memory[:] = POISON
@@ -120,10 +120,10 @@ def test_gets_in_flight_are_bounded(nodes: Any, new_id: NewId, tls: str) -> None
 
 
 @pytest.mark.parametrize("lane", STREAMS)
-@pytest.mark.parametrize("is_lent", [False, True], ids=["copied", "lent"])
-def test_a_call_sends_as_much_as_it_can(nodes: Any, new_id: NewId, lane: Any, is_lent: bool) -> None:
+@pytest.mark.parametrize("is_zero_copy", [False, True], ids=["copied", "zero-copy"])
+def test_a_call_sends_as_much_as_it_can(nodes: Any, new_id: NewId, lane: Any, is_zero_copy: bool) -> None:
     """Neighbours as one run, and what is apart in calls of many runs."""
-    p, d = nodes.pair(block_bytes=BLOCK_BYTES, blocks=2 * BLOCKS, is_exposed=is_lent)
+    p, d = nodes.pair(block_bytes=BLOCK_BYTES, blocks=2 * BLOCKS, is_exposed=is_zero_copy)
     neighbours, apart = list(range(BLOCKS)), list(range(0, 2 * BLOCKS, 2))
     pull(p, d, new_id(), (neighbours, neighbours), lane)
     done = p.core.statistics()

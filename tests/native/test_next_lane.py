@@ -92,16 +92,17 @@ Between = Callable[..., UnixProxy]
 
 @pytest.fixture
 def between(nodes: Any) -> Iterator[Between]:
-    """Makes ``dialer`` know ``peer`` by a proxy before its Unix socket, and by TCP. ``is_guest``: not the other way."""
+    """Makes ``dialer`` know ``peer`` by a proxy before its Unix socket, and by TCP; ``peer`` then knows ``dialer``
+    too, but for ``is_bearer``."""
     made: list[UnixProxy] = []
 
-    def make(dialer: Any, peer: Any, limit: int | None = None, *, is_guest: bool = False) -> UnixProxy:
+    def make(dialer: Any, peer: Any, limit: int | None = None, *, is_bearer: bool = False) -> UnixProxy:
         made.append(UnixProxy(nodes.directory / "between", peer.core.unix_path, limit))
         dialer.core.set_peer(
             peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=peer.core.tcp_port, unix_path=str(made[0].path)
         )
-        if is_guest:
-            peer.core.set_guest_key(KEY)
+        if is_bearer:
+            peer.core.accept_bearer_key(KEY)
         else:
             peer.core.set_peer(dialer.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path="")
         return made[0]
@@ -125,7 +126,7 @@ def test_a_pull_goes_on_by_tcp(nodes: Any, between: Between, new_id: NewId, lane
     d.pull(transfer, p, np.arange(count), lanes=[lane, STREAM])
     d.wait_for(native.TransferProgress, id=transfer, done=landed)
     assert d.content(range(landed)) == p.content(order[:landed])
-    d.memory[: landed * size] = MARK  # who asked for these again would write over it
+    d.memory[: landed * size] = MARK  # a second read of these would write over it
     proxy.go()
     p.core.ready(transfer, count, complete=True)
     final = d.wait_drained(transfer)
@@ -140,16 +141,16 @@ def test_a_pull_goes_on_by_tcp(nodes: Any, between: Between, new_id: NewId, lane
     assert p.core.statistics().bytes_streamed_out == rest + (landed * size if lane == UNIX else 0)
 
 
-@pytest.mark.parametrize("is_guest", [False, True], ids=["named", "guest"])
+@pytest.mark.parametrize("is_bearer", [False, True], ids=["named", "bearer"])
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-def test_cut_while_bytes_are_under_way(nodes: Any, between: Between, new_id: NewId, verb: str, is_guest: bool) -> None:
+def test_cut_while_bytes_are_under_way(nodes: Any, between: Between, new_id: NewId, verb: str, is_bearer: bool) -> None:
     size, count, cut = 32768, 1024, 12_000_000
     p, d = nodes("source"), nodes("reader")
     source, target = p.register(size * count), d.register(size * count)
     source.memory[:] = np.random.default_rng(6).integers(0, 256, size * count, dtype=np.uint8)
     target.memory[:] = 0xEE
     own, peer = (p, d) if verb == "push" else (d, p)
-    between(own, peer, cut, is_guest=is_guest)
+    between(own, peer, cut, is_bearer=is_bearer)
     transfer, rows = new_id(), [[(region.id, 0, size, size, count)] for region in (source, target)]
     local, remote = rows if verb == "push" else rows[::-1]
     own.post(verb, transfer, peer, local, remote, lanes=[UNIX, STREAM])

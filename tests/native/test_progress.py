@@ -175,7 +175,7 @@ def test_post_beside_a_long_wait_of_another_thread_is_carried_out(pair: MakePair
         transfer = new_id()
         getattr(d, verb)(transfer, p, *rows, lanes=[native.Lane.UNIX])
         assert d.wait_drained(transfer).state == COMMITTED
-        landed = ours.piece(0, 4096) if verb == "fetch" else theirs.piece(4096, 4096)
+        landed = ours.element(0, 4096) if verb == "fetch" else theirs.element(4096, 4096)
         assert landed == bytes([7]) * 4096
     assert time.monotonic() - begin < 10
     stop.set()
@@ -241,7 +241,7 @@ def test_release_is_sent_although_no_thread_calls_the_core_again(pair: MakePair,
         while any(region.grants for region in p.core.counts().regions):
             assert time.monotonic() - begin < 8, "the end of a grant waits for some deadline"
             time.sleep(0.001)
-    assert ours.piece(0, 4096) == bytes([7]) * 4096
+    assert ours.element(0, 4096) == bytes([7]) * 4096
 
 
 @pytest.mark.parametrize("turn", range(5))
@@ -408,15 +408,15 @@ def test_caller_that_stops_polling_leaves_the_sockets_to_the_io_thread(
 
 
 @pytest.mark.parametrize("call", ["drain", "wait"])
-@pytest.mark.parametrize("pieces", [1, 512], ids=["small", "large"])
+@pytest.mark.parametrize("elements", [1, 512], ids=["small", "large"])
 def test_caller_that_came_back_each_time_and_does_not_any_more_is_told_all_the_same(
-    pair: MakePair, new_id: NewId, call: str, pieces: int
+    pair: MakePair, new_id: NewId, call: str, elements: int
 ) -> None:
     p, d = pair()
-    length = 8192 * pieces
+    length = 8192 * elements
     theirs, ours = p.register(length), d.register(length)
-    theirs.memory[:] = np.random.default_rng(pieces).integers(1, 256, length, dtype=np.uint8)
-    rows = [(ours.id, 0, 8192, 8192, pieces)], [(theirs.id, 0, 8192, 8192, pieces)]
+    theirs.memory[:] = np.random.default_rng(elements).integers(1, 256, length, dtype=np.uint8)
+    rows = [(ours.id, 0, 8192, 8192, elements)], [(theirs.id, 0, 8192, 8192, elements)]
     for turn in range(15):
         comes_back = turn % 3 != 2
         ours.memory[:] = 0

@@ -1,4 +1,4 @@
-"""Registered memory: pieces read from, and written into, another core's regions, over every lane of one host."""
+"""Registered memory: elements read from, and written into, another core's regions, over every lane of one host."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ each_verb = pytest.mark.parametrize("verb", ["fetch", "push"])
 
 
 def spans(rows: Any, ids: Any) -> list[tuple[int, int, int]]:
-    """(region, offset, length) of each picked piece: what ranges mean, written the slow way."""
-    pieces = [(int(r), int(o) + i * int(s), int(n)) for r, o, s, n, count in rows for i in range(int(count))]
-    return [pieces[int(i)] for i in ids]
+    """(region, offset, length) of each chosen element: what ranges mean, written the slow way."""
+    elements = [(int(r), int(o) + i * int(s), int(n)) for r, o, s, n, count in rows for i in range(int(count))]
+    return [elements[int(i)] for i in ids]
 
 
 def check_moved(source: Any, target: Any, moves: list[tuple[tuple[int, int, int], tuple[int, int, int]]]) -> None:
@@ -53,7 +53,7 @@ def regions_of(node: Any, count: int, nbytes: int, *, seed: int | None, **option
 
 
 def irregular(regions: dict[int, Any], lengths: Any, rng: Any) -> list[tuple[int, int, int, int, int]]:
-    """One piece a grid, of the given lengths, scattered over the regions; some of them touch."""
+    """One element a row, of the given lengths, scattered over the regions; some of them touch."""
     rows, ends = [], dict.fromkeys(regions, 0)
     for length in lengths:
         region = int(rng.choice(list(regions)))
@@ -65,7 +65,7 @@ def irregular(regions: dict[int, Any], lengths: Any, rng: Any) -> list[tuple[int
 
 @each_lane
 @each_verb
-def test_irregular_pieces(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
+def test_irregular_elements(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
     p, d = nodes.pair()
     rng = np.random.default_rng(7)
     lengths = rng.integers(1, 9000, 700)
@@ -102,8 +102,9 @@ def test_irregular_pieces(nodes: Any, new_id: NewId, lane: native.Lane, verb: st
 
 @each_lane
 @each_verb
-def test_grids_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
-    """Strided on one side, single pieces on the other, enough for several reads; picks repeat on the source only."""
+def test_rows_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
+    """Strided on one side, single elements on the other, enough for several reads; indices repeat on the source
+    only."""
     p, d = nodes.pair()
     rng = np.random.default_rng(8)
     count, size = 3000, 4096
@@ -114,24 +115,26 @@ def test_grids_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb
     (t,) = target_regions
     strided = [(a, 10, 8000, size, count // 2), (b, 0, size, size, count // 2)]
     table = [(t, 5 + int(i) * size, size, size, 1) for i in rng.permutation(count)]
-    picks = rng.integers(0, count, count)
+    indices = rng.integers(0, count, count)
     everything = np.arange(count)
     transfer = new_id()
     if verb == "push":
-        p.push(transfer, d, strided, table, ids=(picks, everything), lanes=[lane])
+        p.push(transfer, d, strided, table, ids=(indices, everything), lanes=[lane])
         final = p.wait_drained(transfer)
     else:
-        d.fetch(transfer, p, table, strided, ids=(everything, picks), lanes=[lane])
+        d.fetch(transfer, p, table, strided, ids=(everything, indices), lanes=[lane])
         final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, lane), final.text
     assert final.blocks_done == count
-    check_moved(source_regions, target_regions, list(zip(spans(strided, picks), spans(table, everything), strict=True)))
+    check_moved(
+        source_regions, target_regions, list(zip(spans(strided, indices), spans(table, everything), strict=True))
+    )
 
 
 @each_lane
 @each_verb
-@pytest.mark.parametrize("wants_sums", [False, True], ids=["plain", "sums"])
-def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, verb: str, wants_sums: bool) -> None:
+@pytest.mark.parametrize("wants_checksums", [False, True], ids=["plain", "checksums"])
+def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, verb: str, wants_checksums: bool) -> None:
     """The notification comes once the bytes are committed at the peer, and never before."""
     p, d = nodes.pair()
     own, other = (p, d) if verb == "push" else (d, p)
@@ -152,7 +155,7 @@ def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, ver
             rows[remote.id],
             lanes=[lane],
             notification=note,
-            wants_sums=wants_sums,
+            wants_checksums=wants_checksums,
         )
         told = other.wait_for(native.NotifReceived, payload=note)
         assert told.sender == own.ref
@@ -186,7 +189,7 @@ def test_one_round_trip_on_a_known_region(nodes: Any, new_id: NewId) -> None:
         lambda own, other: ([(own, 0, 64, 64, 65)], [(other, 0, 64, 64, 65)]),
         lambda own, other: ([(own + 77, 0, 64, 64, 1)], [(other, 0, 64, 64, 1)]),
     ],
-    ids=["count", "length", "end", "grid-end", "unknown"],
+    ids=["count", "length", "end", "row-end", "unknown"],
 )
 @each_verb
 def test_own_mistakes(nodes: Any, new_id: NewId, verb: str, make: Any) -> None:
@@ -217,15 +220,15 @@ def test_ranges_that_are_none(rows: Any) -> None:
 
 
 @each_verb
-def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
+def test_post_to_an_unknown_peer_is_refused(nodes: Any, new_id: NewId, verb: str) -> None:
     p, d = nodes.pair()
     own = p.register(4096)
-    stranger = native.AgentRef("stranger", 1, os.urandom(16))
+    unknown = native.AgentRef("unknown", 1, os.urandom(16))
     with pytest.raises(PeerGoneError):
-        p.post(verb, new_id(), stranger, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
-    pieces = native.Pieces(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
+        p.post(verb, new_id(), unknown, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
+    elements = native.Elements(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
     with pytest.raises(LaneUnavailableError):
-        getattr(p.core, f"prepare_{verb}")(d.ref, pieces, pieces, lanes=[]).start(new_id(), 10**9)
+        getattr(p.core, f"prepare_{verb}")(d.ref, elements, elements, lanes=[]).start(new_id(), 10**9)
 
 
 @each_lane
@@ -287,7 +290,7 @@ def test_not_exposed_is_served_by_stream_only(nodes: Any, new_id: NewId) -> None
     d.fetch(transfer, p, [(target.id, 0, 64, 64, 8)], [(source.id, 0, 64, 64, 8)], lanes=[MAPPED, CMA, STREAM])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, STREAM), final.text
-    assert target.piece(0, 512) == b"\x03" * 512
+    assert target.element(0, 512) == b"\x03" * 512
     assert final.lane_notes
 
 

@@ -119,7 +119,7 @@ def outlives_its_grant(p: Any, d: Any, new_id: NewId, **options: Any) -> bool:
 
 @each_lane
 def test_a_live_reader_renews_as_often_as_the_source_asks_for(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    """The reader's own idea of a grant's life (10 s) is not the source's (0.6 s)."""
+    """The reader's own idea of a grant's lifetime (10 s) is not the source's (0.6 s)."""
     limits = native.EndpointLimits()
     grants = limits.grants
     grants.ttl_ns = 600_000_000
@@ -142,7 +142,7 @@ def test_deadline_and_waiting(nodes: Any, new_id: NewId, lane: native.Lane) -> N
 def test_wrong_reader_is_refused(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     p, d = nodes.pair()
     transfer = new_id()
-    p.grant(transfer, [1], reader="somebody-else")
+    p.grant(transfer, [1], reader="another-reader")
     d.pull(transfer, p, [1], lanes=[lane])
     final = d.wait_drained(transfer)
     assert (final.state, final.code) == (FAILED, native.Code.refused)

@@ -101,7 +101,7 @@ def test_wrong_key(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     assert p.core.counts().sessions_up == 0
 
 
-def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
+def test_an_unregistered_peer_is_told_why(nodes: Any, new_id: NewId) -> None:
     p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     d.core.set_peer(p.ref, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path="")
     transfer = new_id()
@@ -112,7 +112,7 @@ def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
     assert told.peer is None
 
 
-def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
+def test_another_incarnation_is_another_peer(nodes: Any, new_id: NewId) -> None:
     p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     before = native.AgentRef("source", 1, b"x" * 16)
     d.core.set_peer(before, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path=p.core.unix_path)
@@ -120,7 +120,7 @@ def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
     d.pull(transfer, before, [1])
     final = d.wait_drained(transfer)
     assert final.state == FAILED
-    assert "not the life that was dialed" in d.wait_for(native.SessionRefused).text
+    assert "not the incarnation that was dialed" in d.wait_for(native.SessionRefused).text
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
@@ -129,7 +129,7 @@ def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
     [b"", b"GET / HTTP/1.1\r\n\r\n", native.encode(native.Ping(native.PingKind.ASK, 1)), b"KX\x01\x01\xff\xff\xff\xff"],
 )
 def test_noise_at_the_door(nodes: Any, kind: str, said: bytes) -> None:
-    """Whoever is no peer is hung up on; the handshake has a time limit."""
+    """A connection that is no peer is closed; the handshake has a time limit."""
     limits = nodes.limits()
     limits.handshake_ns = 200_000_000
     p = nodes("source", limits=limits)

@@ -175,8 +175,8 @@ def blocked_by(name: str, before: set[str]) -> int | None:
 
 
 def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: NewId) -> None:
-    """A handler that Python has is never run there; a fault there is told of by whoever handles faults. That holds for
-    a thread that helps copying too, also where a caller that runs the event loop started it."""
+    """A handler that Python has is never run there; a fault there is reported by the process's fault handler. That
+    holds for a thread that helps copying too, also where a caller that runs the event loop started it."""
     before = set(os.listdir("/proc/self/task"))
     p, d = nodes.pair(
         blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2, "progress": "caller"}}
@@ -304,7 +304,7 @@ def test_end_grant_waits_for_the_send_under_way(nodes: Any, new_id: NewId) -> No
     assert not np.any(d.memory == 0xAA) or p.content([0]) != d.content([0])
 
 
-def test_memory_lives_as_long_as_somebody_looks(nodes: Any) -> None:
+def test_memory_stays_mapped_while_a_view_of_it_exists(nodes: Any) -> None:
     p = nodes("source")
     region = native.Region(1 << 20)
     assert region.nbytes == 1 << 20

@@ -108,7 +108,7 @@ def test_pull_before_grant_and_the_tail_only(nodes: Any, new_id: NewId, lane: na
 
 
 @each_lane
-def test_many_at_once(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_many_pulls_at_once_commit(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     p, d = nodes.pair(block_bytes=2048, blocks=1024)
     rng = np.random.default_rng(3)
     granted, filled = rng.permutation(1024).reshape(128, 8), rng.permutation(1024).reshape(128, 8)
@@ -126,7 +126,7 @@ def test_many_at_once(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     assert d.core.statistics().connections == 1
 
 
-def test_both_ways_at_once(nodes: Any, new_id: NewId) -> None:
+def test_pulls_in_both_directions_at_once(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(block_bytes=65536, blocks=128)
     before = p.content(range(64))
     d.memory[64 * 65536 :] = 0x11

@@ -81,7 +81,7 @@ def test_layouts_that_are_cut_differently(nodes: Any, new_id: NewId, tls: str) -
     check_blocks(p, d, {blocks - 1 - i: i for i in range(blocks)})
 
 
-def test_what_becomes_ready_later_is_read_later(nodes: Any, new_id: NewId) -> None:
+def test_blocks_that_become_ready_later_are_read_later(nodes: Any, new_id: NewId) -> None:
     p, d = ucx_pair(nodes, blocks=64)
     transfer = new_id()
     p.grant(transfer, np.arange(64), ready=10)
@@ -93,7 +93,7 @@ def test_what_becomes_ready_later_is_read_later(nodes: Any, new_id: NewId) -> No
 
 
 def test_checksums_are_verified(nodes: Any, new_id: NewId) -> None:
-    p, d = ucx_pair(nodes, blocks=64, checks=True)
+    p, d = ucx_pair(nodes, blocks=64, has_checksums=True)
     good, bad = new_id(), new_id()
     p.grant(good, np.arange(32))
     d.pull(good, p, np.arange(32), lanes=[UCX])
@@ -107,7 +107,7 @@ def test_checksums_are_verified(nodes: Any, new_id: NewId) -> None:
 
 
 @each_tls
-def test_many_at_once(nodes: Any, new_id: NewId, tls: str) -> None:
+def test_many_pulls_at_once_commit(nodes: Any, new_id: NewId, tls: str) -> None:
     p, d = ucx_pair(nodes, tls, block_bytes=16384, blocks=256)
     order = np.random.default_rng(2).permutation(256)
     transfers = {new_id(): order[i * 8 : i * 8 + 8] for i in range(32)}
@@ -123,11 +123,11 @@ def test_many_at_once(nodes: Any, new_id: NewId, tls: str) -> None:
 
 @each_tls
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) -> None:
-    """Pieces that touch across regions, and regions that lie side by side, each with a key of its own."""
+def test_elements_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) -> None:
+    """Elements that touch across regions, and regions that lie side by side, each with a key of its own."""
     p, d = nodes.pair(core=core(tls), is_shareable=False)
     size, per = 64 * 1024, 16
-    piece = size // per
+    element = size // per
     source, target = (p, d) if verb == "fetch" else (d, p)
     arena = np.random.default_rng(3).integers(0, 256, 4 * size, dtype=np.uint8)
     theirs = []
@@ -135,11 +135,13 @@ def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) 
         part = arena[index * size : (index + 1) * size]
         info = native.RegionInfo(900 + index, size)
         source.core.add_foreign_region(info, part.ctypes.data, size, arena)
-        theirs.append((900 + index, 0, piece, piece, per))
+        theirs.append((900 + index, 0, element, element, per))
     ours = [target.register(2 * size, is_foreign=True) for _ in range(2)]
     for region in ours:
         region.memory[:] = POISON
-    mine = [(region.id, 0, 2 * piece, piece, per) for region in ours] + [(ours[0].id, piece, 2 * piece, piece, per)]
+    mine = [(region.id, 0, 2 * element, element, per) for region in ours] + [
+        (ours[0].id, element, 2 * element, element, per)
+    ]
     rng = np.random.default_rng(4)
     ids = rng.permutation(4 * per)[: 3 * per], rng.permutation(3 * per)
     transfer = new_id()
@@ -154,12 +156,12 @@ def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) 
     for read, filled in zip(*ids, strict=True):
         region, offset, stride, length, _ = mine[filled // per]
         start = offset + (filled % per) * stride
-        expected[region][start : start + length] = arena[read * piece : (read + 1) * piece]
+        expected[region][start : start + length] = arena[read * element : (read + 1) * element]
     for region in ours:
         assert np.array_equal(region.memory, expected[region.id])
 
 
-def test_what_was_read_of_a_region_that_was_removed_is_not_committed(nodes: Any, new_id: NewId) -> None:
+def test_read_of_a_removed_region_is_not_committed(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(core=core(), is_shareable=False)
     theirs, ours = p.register(65536, is_foreign=True), d.register(65536, is_foreign=True)
     rows = (ours.id, 0, 4096, 4096, 16), (theirs.id, 0, 4096, 4096, 16)

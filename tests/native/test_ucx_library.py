@@ -118,7 +118,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(private_directories: pathlib.
 # --- finding it ---
 
 
-def test_what_is_named_goes_first_and_nothing_instead(tmp_path: pathlib.Path) -> None:
+def test_named_ucx_library_has_no_fallback(tmp_path: pathlib.Path) -> None:
     directory = tmp_path / "lib"
     directory.mkdir()
     file = directory / ucx.SONAME
@@ -189,7 +189,9 @@ def test_it_is_loaded_only_where_it_is_allowed_and_asked_for(
     system = {"LD_LIBRARY_PATH": str(tmp_path)}
     every = AgentConfig().lanes
     found, none = (str(file), ""), ("", "")
-    assert ucx.core_options(AgentConfig(), every, system) == none  # it has neither RDMA nor a GPU, and nobody asked
+    assert (
+        ucx.core_options(AgentConfig(), every, system) == none
+    )  # it has neither RDMA nor a GPU, and it was not asked for
     assert ucx.core_options(AgentConfig(ucx_tls="tcp"), every, system | {"KVXFER_LANES": "stream"}) == none
     assert ucx.core_options(AgentConfig(), every, system | {"KVXFER_LANES": "ucx,stream"}) == found
     assert ucx.core_options(AgentConfig(lanes=(Lane.UCX,)), every, system) == found

@@ -20,11 +20,14 @@ SEEDS_MAX = 200
 CAUGHT_BY = {
     "SKIP_CONFIRM": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
     "VERDICT_BEFORE_LAST_BYTE": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
-    "VERDICT_OF_LENT": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
+    "VERDICT_OF_ZERO_COPY": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
     "FREE_BEFORE_DRAIN": {Invariant.RESERVATION},
     "COMMIT_TWICE": {Invariant.ONCE},
     "RENEW_REVIVES": {Invariant.ONCE, Invariant.CONFIRMED},
-    "MIX_TWO_SOURCES": {Invariant.CONFIRMED, Invariant.ONCE},  # ONCE: a push that went to another life of its target
+    "MIX_TWO_SOURCES": {
+        Invariant.CONFIRMED,
+        Invariant.ONCE,
+    },  # ONCE: a push that went to another incarnation of its target
     "PUSH_WITHOUT_OFFER": {Invariant.RESERVATION},
     "NOTIFY_BEFORE_COMMIT": {Invariant.NOTIFICATION},
     "CONFIRM_UNREADABLE": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
@@ -84,7 +87,7 @@ def test_a_revived_grant_confirms(bugs: Any) -> None:
 
 
 def test_two_sources_are_truly_mixed(bugs: Any) -> None:
-    """The worst of MIX_TWO_SOURCES: one transfer with blocks of two lives."""
+    """The worst of MIX_TWO_SOURCES: one transfer with blocks of two incarnations."""
     bugs.seed_bug(bugs.Bug.MIX_TWO_SOURCES)
     texts = []
     for seed in range(2 * SEEDS_MAX):
@@ -92,6 +95,6 @@ def test_two_sources_are_truly_mixed(bugs: Any) -> None:
             world(seed, machines=bugs).run()
         except Violation as violation:
             texts.append(str(violation))
-            if "was read from life" in texts[-1]:
+            if "was read from incarnation" in texts[-1]:
                 return
     raise AssertionError(texts)

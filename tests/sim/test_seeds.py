@@ -139,7 +139,7 @@ def test_a_failing_seed_is_printed_and_replays(
 ) -> None:
     from kvxfer.testing.sim.checkers import Checkers
 
-    def broken(self: Checkers, life: int, id_: bytes) -> None:
+    def broken(self: Checkers, incarnation: int, id_: bytes) -> None:
         raise Violation(Invariant.ONCE, "made up")
 
     monkeypatch.setattr(Checkers, "drained", broken)

@@ -23,7 +23,7 @@ REF = AgentRef("a", Incarnation(1, bytes(16)))
 PEER_REF = AgentRef("b", Incarnation(2, bytes(16)))
 ADDRESS = DataAddress("127.0.0.1", 1, "/x", "host", (Lane.MAPPED, Lane.STREAM))
 MANY = 25_000
-"""Scattered pieces: three transfers."""
+"""Scattered elements: three transfers."""
 
 
 class Final(types.SimpleNamespace):
@@ -57,10 +57,15 @@ class Recorder:
         self.removed.append(region_id)
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
-        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_checksums: bool, /) -> None:
             if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
                 raise LimitExceededError("transfers_max")
-            how = {"id": identity, "timeout_ns": timeout_ns, "notification": notification, "wants_sums": wants_sums}
+            how = {
+                "id": identity,
+                "timeout_ns": timeout_ns,
+                "notification": notification,
+                "wants_checksums": wants_checksums,
+            }
             self.asked.append(types.SimpleNamespace(**how, **order._asdict()))
             self.on_start(identity)
 

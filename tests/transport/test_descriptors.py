@@ -21,10 +21,10 @@ MIDDLE = 0x20_0000
 def expand(prepared: Prepared, ids: npt.NDArray[np.uint32] | None = None) -> list[tuple[int, int, int]]:
     """(region, offset, length) of each descriptor, one by one."""
     strided = [tuple(int(value) for value in row) for row in prepared.strided]
-    pieces = [
+    elements = [
         (region, offset + i * stride, size) for region, offset, stride, size, count in strided for i in range(count)
     ]
-    return [pieces[piece] for piece in prepared.pieces(ids)]
+    return [elements[element] for element in prepared.elements(ids)]
 
 
 def slowly(rows: npt.NDArray[np.uint64]) -> list[tuple[int, int, int]]:
@@ -69,10 +69,10 @@ def test_every_way_of_writing_a_list_down_means_the_same(seed: int) -> None:
         ]
         rows = np.concatenate(parts)
     else:  # strided
-        pieces = random.integers(1, 30, count)
+        elements = random.integers(1, 30, count)
         length = random.integers(1, 100, count)
         rows = rows_of(
-            starts + random.integers(0, 4000, count), length, 0, pieces, length + random.integers(0, 90, count)
+            starts + random.integers(0, 4000, count), length, 0, elements, length + random.integers(0, 90, count)
         )
     descriptors = Descriptors.of(rows)
     prepared = TABLE.resolve(descriptors)
@@ -85,7 +85,7 @@ def test_every_way_of_writing_a_list_down_means_the_same(seed: int) -> None:
     assert prepared.length_bytes == (sizes.pop() if len(sizes) == 1 else 0)
     ids = random.integers(0, len(truth), 50).astype(np.uint32)
     assert expand(prepared, ids) == [truth[i] for i in ids]
-    assert prepared.lengths(prepared.pieces(ids)).tolist() == [truth[i][2] for i in ids]
+    assert prepared.lengths(prepared.elements(ids)).tolist() == [truth[i][2] for i in ids]
 
 
 def test_the_shortest_way_is_taken() -> None:
@@ -105,7 +105,7 @@ def test_the_shortest_way_is_taken() -> None:
 
 
 def test_long_descriptors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors_module, "PIECE_BYTES_MAX", 100)
+    monkeypatch.setattr(descriptors_module, "ELEMENT_BYTES_MAX", 100)
     start = REGIONS[0][1]
     for rows in (
         [(start, 250, 0), (start + 1000, 100, 0), (start + 3000, 301, 0), (start + 500, 7, 0)],
@@ -121,9 +121,9 @@ def test_long_descriptors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             [(region, offset + at, min(100, length - at)) for at in range(0, length, 100)]
             for region, offset, length in truth
         ]
-        assert expand(prepared) == [piece for pieces in cut for piece in pieces]
+        assert expand(prepared) == [element for elements in cut for element in elements]
         ids = np.array([2, 0, 1, 2], dtype=np.uint32)
-        assert expand(prepared, ids) == [piece for i in ids for piece in cut[i]]
+        assert expand(prepared, ids) == [element for i in ids for element in cut[i]]
         assert prepared.length_bytes == (200 if len(rows) == 3 else 0)
 
 
@@ -221,7 +221,7 @@ def test_tensors() -> None:
         ([object()], "no memory"),
     ],
 )
-def test_what_is_refused(given: object, why: str) -> None:
+def test_descriptors_of_invalid_input_are_refused(given: object, why: str) -> None:
     with pytest.raises(InvalidArgumentError, match=why):
         Descriptors.of(given)
 
@@ -229,7 +229,7 @@ def test_what_is_refused(given: object, why: str) -> None:
 def test_an_index_outside_the_list() -> None:
     prepared = TABLE.resolve(Descriptors.of([(REGIONS[0][1], 64, 0)] * 3))
     with pytest.raises(InvalidArgumentError, match="index 3 is outside"):
-        prepared.pieces(np.array([0, 3], dtype=np.uint32))
+        prepared.elements(np.array([0, 3], dtype=np.uint32))
 
 
 def test_devices() -> None:

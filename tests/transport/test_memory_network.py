@@ -61,7 +61,7 @@ def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, what: str, fate:
     assert all(is_idle(party.transport.counts()) for party in parties)
 
 
-def test_what_is_held_comes_later(maker: MemoryLaneMaker) -> None:
+def test_held_passage_arrives_when_it_is_released(maker: MemoryLaneMaker) -> None:
     source, destination = parties = join(maker)
     maker.network.fault = lambda passage: PassageFate.HOLD if passage.what == "read" else PassageFate.ARRIVE
     source.fill(1)
@@ -139,12 +139,12 @@ def test_a_closed_transport_says_so(maker: MemoryLaneMaker) -> None:
     destination.transport.close()
 
 
-@pytest.mark.parametrize(("checks", "outcome"), [(True, "checksum"), (False, "committed")])
+@pytest.mark.parametrize(("has_checksums", "outcome"), [(True, "checksum"), (False, "committed")])
 def test_a_checksum_finds_what_changed_on_the_way(
-    maker: MemoryLaneMaker, monkeypatch: pytest.MonkeyPatch, checks: bool, outcome: str
+    maker: MemoryLaneMaker, monkeypatch: pytest.MonkeyPatch, has_checksums: bool, outcome: str
 ) -> None:
     """The owner's checksums, made when it announced the blocks, meet other bytes: nothing commits."""
-    source = make_party(maker, "source", PLAIN, CONFIG, checks=checks)
+    source = make_party(maker, "source", PLAIN, CONFIG, has_checksums=has_checksums)
     destination = make_party(maker, "destination", PLAIN, CONFIG)
     introduce(source, destination)
     source.fill(1)

@@ -1,4 +1,4 @@
-"""How a post is cut into transfers: every frame within its bound, every piece once."""
+"""How a post is cut into transfers: every frame within its bound, every element once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEER = RemotePeer(AgentRef("b", Incarnation(1, bytes(16))), DataAddress("", 1, "
 
 
 def scattered(count: int, length: int = 16, peer: RemotePeer | None = PEER) -> Prepared:
-    """A table: a strided range for each piece."""
+    """A table: a strided range for each element."""
     steps = 700 + np.random.default_rng(count).integers(0, 50, count)
     return prepare(np.cumsum(steps) - steps[0] + RECORD.address, length, peer)
 
@@ -40,7 +40,7 @@ def resolve(rows: np.ndarray, peer: RemotePeer | None) -> Prepared:
 
 
 def is_sent_whole(prepared: Prepared, part: PlanPart) -> bool:
-    return part.remote.ranges.grid_count == prepared.ranges.grid_count
+    return part.remote.ranges.row_count == prepared.ranges.row_count
 
 
 def wire_bytes(prepared: Prepared, part: PlanPart) -> int:
@@ -52,7 +52,7 @@ def wire_bytes(prepared: Prepared, part: PlanPart) -> int:
 
 
 def covered(plan: TransferPlan, prepared: Prepared) -> list[tuple[int, int]]:
-    """(offset, length) of every remote piece, in order."""
+    """(offset, length) of every remote element, in order."""
     out = []
     for part in plan.parts:
         ids, starts = part.remote.ids, prepared.strided
@@ -72,11 +72,11 @@ def test_small_posts_are_one_transfer(op: Op) -> None:
         local, remote = make(5000, peer=None), make(5000)
         plan = make_plan(op, local, None, remote, None)
         assert len(plan.parts) == 1
-        assert (plan.pieces, plan.nbytes) == (5000, local.nbytes)
+        assert (plan.elements, plan.nbytes) == (5000, local.nbytes)
         assert is_sent_whole(remote, plan.parts[0])
         ids = [4, 4999, 0]
         some = make_plan(op, local, ids, remote, ids[::-1])
-        assert some.pieces == 3
+        assert some.elements == 3
         assert covered(some, remote) == [covered(plan, remote)[i] for i in ids[::-1]]
 
 
@@ -105,7 +105,7 @@ def test_large_posts_are_cut(op: Op, kind: str) -> None:
         assert len(set(covered(plan, remote))) == remote.count
 
 
-def test_parts_of_many_grids_name_the_same_bytes() -> None:
+def test_parts_of_many_rows_name_the_same_bytes() -> None:
     """A list of more strided rows than one frame can carry is cut into lists of its own."""
     remote = strided(9000, 5)
     ids = np.random.default_rng(1).permutation(45_000).astype(np.uint32)
@@ -113,7 +113,7 @@ def test_parts_of_many_grids_name_the_same_bytes() -> None:
     seen: list[int] = []
     for part in plan.parts:
         assert not is_sent_whole(remote, part)
-        assert part.remote.ranges.grid_count < 9000 or part.remote.ranges.count == 45_000
+        assert part.remote.ranges.row_count < 9000 or part.remote.ranges.count == 45_000
         lengths = part.remote.ranges.lengths()
         assert (lengths == 32).all()
         seen.append(len(part.remote.ids))
@@ -129,7 +129,7 @@ def test_a_large_post_is_spread_over_connections() -> None:
     assert len(make_plan(Op.READ, local, enough, remote, enough, shares=4).parts) == 2
 
 
-def test_what_does_not_pair() -> None:
+def test_plan_of_lists_that_do_not_pair_is_refused() -> None:
     local, remote = scattered(10, peer=None), scattered(10)
     for ids, other, why in (
         ([0], [0, 1], "do not pair"),

@@ -25,9 +25,9 @@ from kvxfer.errors import (
     TransferCancelledError,
     TransportError,
 )
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.engine import ROUTES_MAX, Op, RemotePeer, TransferBatch
-from kvxfer.types import Lane, TransferState
+from kvxfer.types import ChecksumMode, Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
 
@@ -52,7 +52,7 @@ def test_committed_once_all_are(setting: Setting) -> None:
     setting.drained(post)
     assert post.is_drained
     numbers = post.result()
-    assert (numbers.bytes, numbers.pieces, numbers.parts, numbers.lane) == (MANY * 16, MANY, 3, Lane.STREAM)
+    assert (numbers.bytes, numbers.elements, numbers.parts, numbers.lane) == (MANY * 16, MANY, 3, Lane.STREAM)
     assert numbers.transfer_us >= numbers.post_us > 0
     plan_s = numbers.post_us / 1e6
     assert numbers.seconds == pytest.approx({"queue": 1e-6, "plan": plan_s, "wire": 2e-6, "confirm": 3e-6})
@@ -197,7 +197,7 @@ def test_no_two_transfers_have_one_id(setting: Setting) -> None:
     assert {len(identity) for identity in identities} == {16}
 
 
-def test_how_long_it_may_take(setting: Setting) -> None:
+def test_post_deadline_comes_from_the_call_or_the_config(setting: Setting) -> None:
     plan, poster = setting.plan(1), setting.poster
     poster.start(plan, lanes=[Lane.STREAM])
     poster.start(plan, lanes=[Lane.STREAM], deadline_s=0.5)
@@ -225,22 +225,22 @@ def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatc
 
 def test_other_events_go_on(setting: Setting) -> None:
     event = object()
-    setting.finish(b"\0" * 16)  # of no post: there is nobody to tell
+    setting.finish(b"\0" * 16)  # of no post: there is no handle to tell
     setting.transport.events.append(event)
     setting.poster.poll()
     assert setting.others == [event]
 
 
-@pytest.mark.parametrize("who", ["another thread", "a handler of this one"])
-def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, who: str) -> None:
-    """Whoever polls meanwhile loses no event of it: another thread, or what a signal runs within the call."""
+@pytest.mark.parametrize("poller", ["another thread", "a handler of this one"])
+def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, poller: str) -> None:
+    """A poll meanwhile loses no event of it: by another thread, or by a signal handler within the call."""
     drained: list[TransferBatch] = []
     others: list[threading.Thread] = []
 
     def poll_at_once(identity: bytes) -> None:
         setting.finish(identity)
         setting.transport.events.append(Drained(id=identity))
-        if who == "another thread":
+        if poller == "another thread":
             others.append(threading.Thread(target=setting.poster.poll))
             others[-1].start()
             others[-1].join(0.1)
@@ -263,7 +263,7 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
     for _ in range(5):
         setting.poster.start(plan, lanes=[Lane.STREAM])
     assert setting.transport.prepared == 3  # parts
-    setting.poster.start(plan, lanes=[Lane.STREAM], wants_sums=True)
+    setting.poster.start(plan, lanes=[Lane.STREAM], wants_checksums=True)
     setting.poster.start(plan, lanes=[Lane.STREAM])
     assert setting.transport.prepared == 6
     assert len(plan.routes) == 2
@@ -287,7 +287,7 @@ def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert setting.transport.asked[-1].lanes == (Lane.STREAM,)
 
 
-def test_what_was_slow_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_lane_is_tried_later_when_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     for calibrate, best in ((True, Lane.STREAM), (False, Lane.MAPPED)):
         setting = Setting(monkeypatch, calibrate=calibrate)
         given = setting.poster.allocate(1 << 20)
@@ -328,19 +328,19 @@ def test_why_a_lane_was_passed_over(setting: Setting) -> None:
 
 
 def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for checks, wanted in (("off", False), ("on", True)):
-        setting = Setting(monkeypatch, post_checksum=checks)
+    for checksum, wanted in ((ChecksumMode.OFF, False), (ChecksumMode.ON, True)):
+        setting = Setting(monkeypatch, post_checksum=checksum)
         setting.poster.start(setting.plan(10))
-        setting.poster.start(setting.plan(10), wants_sums=not wanted)
-        assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]
+        setting.poster.start(setting.plan(10), wants_checksums=not wanted)
+        assert [asked.wants_checksums for asked in setting.transport.asked] == [wanted, not wanted]
     ids = [number.to_bytes(16, "big") for number in range(4000)]
-    sampled = [wants_checksums("sampled", identity, is_same_host=True) for identity in ids]
+    sampled = [carries_checksums(ChecksumMode.SAMPLED, identity, is_same_host=True) for identity in ids]
     assert 150 < sum(sampled) < 350
-    assert sampled == [wants_checksums("sampled", identity, is_same_host=False) for identity in ids]
+    assert sampled == [carries_checksums(ChecksumMode.SAMPLED, identity, is_same_host=False) for identity in ids]
 
 
 def test_two_threads_poll(setting: Setting) -> None:
-    """Whoever polls takes the events of all; nobody misses the end of its own."""
+    """Each poll takes the events of all posts; no caller misses the end of its own."""
     posts = [setting.poster.start(setting.plan(100)) for _ in range(20)]
 
     def poll(mine: list[TransferBatch]) -> None:

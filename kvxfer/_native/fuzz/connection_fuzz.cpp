@@ -1,6 +1,7 @@
-// A whole core without its thread: the IO loop, its connections and its reads, between a peer's sockets and an owner's memory.
-// The input is a program: peers connect, prove themselves and say anything, with descriptors or without; the owner grants,
-// pulls and pushes. Whatever comes, the loop does not fail, no byte of memory changes that nobody was let write, and it ends.
+// A whole core without its thread: the event loop, its connections and its reads, between a peer's sockets and an owner's memory.
+// The input is a program: peers connect, prove themselves and send anything, with descriptors or without; the owner grants, pulls
+// and pushes. Whatever the input, the loop does not fail, no byte of memory changes without a permission to write it, and the loop
+// ends.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -13,22 +14,22 @@
 #include "io/sockets.hpp"
 #include "frame_maker.hpp"
 #include "lanes/stream.hpp"
-#include "owner_book.hpp"
+#include "owner_model.hpp"
 
 using namespace kvxfer;
 using namespace kvxfer::fuzz;
 
 namespace {
 
-static_assert(kNoSumOfWire == kNoSum);
+static_assert(kNoChecksumOfWire == kNoChecksum);
 constexpr size_t kLinesMax = 4;
 constexpr uint8_t kUntouched = 0x5a;
-constexpr uint32_t kReadOnly = kRegionFirst + 2;  // the one region that nothing is written into
+constexpr uint32_t kReadOnly = kRegionFirst + 2;  // no peer may write into this region
 const AgentRef kSelf{"self", 1, filled<16>(9)};
 const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"b", 1, filled<16>(2)}};
 const Bytes32 kKey = filled<32>('k');
 
-// Of the process: made once, taken away at its end.
+// Of the process: made once, removed at its end.
 struct Outside {
   Outside() {
     std::signal(SIGPIPE, SIG_IGN);
@@ -77,9 +78,9 @@ EndpointLimits limits_of(Input& in) {
   return limits;
 }
 
-class World {
+class ConnectionWorld {
  public:
-  explicit World(Input& in) : in_(in), limits_(limits_of(in)), shared_(kSelf, limits_) {
+  explicit ConnectionWorld(Input& in) : in_(in), limits_(limits_of(in)), shared_(kSelf, limits_) {
     Fd tcp = listen_nameless(addresses_[0], address_bytes_[0]), local = listen_nameless(addresses_[1], address_bytes_[1]);
     loop_ = std::make_unique<EventLoop>(shared_, statistics_, limits_, tools(), ProgressMode::Caller, mutex_, std::move(tcp), std::move(local));
     const uint64_t half = kBlockBytes / 2;
@@ -96,7 +97,7 @@ class World {
 
   void play() {
     while (!in_.is_empty()) {
-      Line* line = nullptr;
+      SocketConnection* connection = nullptr;
       switch (in_.below(10)) {
         case 0: connect(); break;
         case 1:
@@ -105,12 +106,12 @@ class World {
         case 4: map(); break;
         case 5: own_act(); break;
         case 6:
-          if ((line = some_line()) != nullptr) hear(*line);
+          if ((connection = some_connection()) != nullptr) hear(*connection);
           break;
         case 7:
         case 8: answer(); break;
         default:
-          if ((line = some_line()) != nullptr && in_.below(4) == 0) lines_.erase(lines_.begin() + (line - lines_.data()));
+          if ((connection = some_connection()) != nullptr && in_.below(4) == 0) connections_.erase(connections_.begin() + (connection - connections_.data()));
           break;
       }
       step();
@@ -118,8 +119,8 @@ class World {
   }
 
   void end() {
-    for (Line& line : lines_) hear(line);
-    lines_.clear();
+    for (SocketConnection& connection : connections_) hear(connection);
+    connections_.clear();
     step();
     shared_.shut("");
     loop_->run();
@@ -138,7 +139,7 @@ class World {
   }
 
  private:
-  struct Line {
+  struct SocketConnection {
     Fd fd;
     AgentRef peer;
     Handshake handshake;
@@ -153,53 +154,53 @@ class World {
     take_events();
   }
   void take_events() {
-    for (const OwnerEvent& event : shared_.take_events()) std::visit([this](const auto& e) { book_.told(e); }, event);
+    for (const OwnerEvent& event : shared_.take_events()) std::visit([this](const auto& e) { model_.told(e); }, event);
   }
 
   // --- peers ---
 
-  Line* some_line() { return lines_.empty() ? nullptr : &in_.pick(lines_); }
+  SocketConnection* some_connection() { return connections_.empty() ? nullptr : &in_.pick(connections_); }
 
   void connect() {
-    if (lines_.size() >= kLinesMax) return;
+    if (connections_.size() >= kLinesMax) return;
     const size_t kind = in_.below(2);
     const AgentRef& peer = kAgents[in_.below(2)];
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&addresses_[kind]), address_bytes_[kind]) != 0) return;
-    lines_.push_back({std::move(fd), peer, Handshake(peer, kSelf, filled<32>(2))});
+    connections_.push_back({std::move(fd), peer, Handshake(peer, kSelf, filled<32>(2))});
     if (in_.below(8) == 0) return;
-    send(lines_.back(), encode(lines_.back().handshake.dial_hello()));
+    send(connections_.back(), encode(connections_.back().handshake.dial_hello()));
     step();
-    hear(lines_.back());
+    hear(connections_.back());
     step();
   }
   void accept_dialed() {
     Fd fd(::accept4(outside().listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!fd || lines_.size() >= kLinesMax) return;
+    if (!fd || connections_.size() >= kLinesMax) return;
     const AgentRef& peer = kAgents[in_.below(2)];
-    lines_.push_back({std::move(fd), peer, Handshake(peer, filled<32>(2))});
+    connections_.push_back({std::move(fd), peer, Handshake(peer, filled<32>(2))});
   }
 
-  // What came, and the answer where it is a HELLO.
-  void hear(Line& line) {
+  // Handles received frames, and answers a HELLO.
+  void hear(SocketConnection& connection) {
     char buffer[16384];
-    for (ssize_t got; (got = ::recv(line.fd.get(), buffer, sizeof buffer, MSG_DONTWAIT)) > 0;) {
-      line.heard.feed({buffer, static_cast<size_t>(got)});
+    for (ssize_t got; (got = ::recv(connection.fd.get(), buffer, sizeof buffer, MSG_DONTWAIT)) > 0;) {
+      connection.heard.feed({buffer, static_cast<size_t>(got)});
       for (;;) {
-        while (!line.heard.take_payload(SIZE_MAX).empty()) {
+        while (!connection.heard.take_payload(SIZE_MAX).empty()) {
         }
-        if (line.heard.payload_pending() != 0) break;
-        const std::optional<Frame> frame = line.heard.next();
+        if (connection.heard.payload_pending() != 0) break;
+        const std::optional<Frame> frame = connection.heard.next();
         if (!frame) break;
-        maker_.heard(*frame, static_cast<uint64_t>(line.fd.get()));
-        if (const auto* hello = std::get_if<Hello>(&*frame)) answer(line, *hello);
+        maker_.heard(*frame, static_cast<uint64_t>(connection.fd.get()));
+        if (const auto* hello = std::get_if<Hello>(&*frame)) answer(connection, *hello);
       }
     }
   }
-  void answer(Line& line, const Hello& hello) {
+  void answer(SocketConnection& connection, const Hello& hello) {
     try {
       const Bytes32* const key = &kKey;
-      if (const std::optional<Hello> answer = line.handshake.on_hello(hello, [&](const AgentRef&) { return key; })) send(line, encode(*answer));
+      if (const std::optional<Hello> answer = connection.handshake.on_hello(hello, [&](const AgentRef&) { return key; })) send(connection, encode(*answer));
     } catch (const Error& error) {
       check(error.code() != Code::internal, error.what());  // a core that dialed another than it reached
     }
@@ -208,32 +209,32 @@ class World {
   void answer() {
     const std::optional<FrameMaker::Answer> answer = maker_.answer(in_);
     if (!answer) return;
-    for (Line& line : lines_) {
-      if (static_cast<uint64_t>(line.fd.get()) == answer->by) send(line, FrameMaker::with_payload(answer->frame, in_));
+    for (SocketConnection& connection : connections_) {
+      if (static_cast<uint64_t>(connection.fd.get()) == answer->by) send(connection, FrameMaker::with_payload(answer->frame, in_));
     }
   }
   void say(const std::string& wire) {
-    if (Line* line = some_line()) send(*line, wire);
+    if (SocketConnection* connection = some_connection()) send(*connection, wire);
   }
-  // What the core may take these bytes for is in the book before it can have them.
-  void note(Line& line, const std::string& wire) {
+  // The model hears of these bytes before the core gets them.
+  void note(SocketConnection& connection, const std::string& wire) {
     try {
-      line.said.feed(wire);
+      connection.said.feed(wire);
       for (;;) {
-        while (!line.said.take_payload(SIZE_MAX).empty()) {
+        while (!connection.said.take_payload(SIZE_MAX).empty()) {
         }
-        if (line.said.payload_pending() != 0) return;
-        const std::optional<Frame> frame = line.said.next();
+        if (connection.said.payload_pending() != 0) return;
+        const std::optional<Frame> frame = connection.said.next();
         if (!frame) return;
-        book_.heard(*frame);
+        model_.heard(*frame);
       }
     } catch (const Error& error) {
       check(error.code() == Code::protocol, error.what());
     }
   }
-  void send(Line& line, const std::string& wire, int descriptor = -1) {
+  void send(SocketConnection& connection, const std::string& wire, int descriptor = -1) {
     if (wire.empty()) return;
-    note(line, wire);
+    note(connection, wire);
     iovec vector{const_cast<char*>(wire.data()), wire.size()};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof descriptor)] = {};
     msghdr message{};
@@ -248,25 +249,25 @@ class World {
       header->cmsg_len = CMSG_LEN(sizeof descriptor);
       std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
     }
-    if (::sendmsg(line.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;  // it has hung up on us, or listens no more
+    if (::sendmsg(connection.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;  // the core has hung up, or stopped reading
   }
 
-  // Memory of a peer that is really there: where it says so, or a little beside.
+  // Memory of a peer that really exists: at the claimed address, or near it.
   void map() {
-    Line* const line = some_line();
-    if (line == nullptr) return;
+    SocketConnection* const connection = some_connection();
+    if (connection == nullptr) return;
     Map map = maker_.map(in_);
     map.lane = in_.flag() ? Lane::Mapped : Lane::Cma;
     int descriptor = -1;
     if (map.lane == Lane::Mapped) {
-      descriptor = in_.below(4) == 0 ? line->fd.get() : outside().shared.fd();
+      descriptor = in_.below(4) == 0 ? connection->fd.get() : outside().shared.fd();
     } else {
       map.address = reinterpret_cast<uintptr_t>(outside().memory.data()) + in_.below(64);
-      const auto place = reinterpret_cast<uintptr_t>(line->peer.boot_nonce.data()) + (in_.below(8) == 0 ? 1 : 0);
+      const auto place = reinterpret_cast<uintptr_t>(connection->peer.boot_nonce.data()) + (in_.below(8) == 0 ? 1 : 0);
       map.key.clear();
       for (int shift = 0; shift < 64; shift += 8) map.key.push_back(static_cast<char>(place >> shift));
     }
-    send(*line, encode(map), in_.below(8) == 0 ? -1 : descriptor);
+    send(*connection, encode(map), in_.below(8) == 0 ? -1 : descriptor);
   }
 
   // --- the owner ---
@@ -284,7 +285,7 @@ class World {
     Spec spec;
     spec.id = id;
     spec.lanes = {FrameMaker::lane(in_), FrameMaker::lane(in_)};
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     return spec;
   }
   void own_act() {
@@ -297,7 +298,7 @@ class World {
       case 0:
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
           endpoint.grant(id, kPool, blocks, "", 60'000 * kMillisecond, static_cast<uint32_t>(blocks.size()), now, out);
-          book_.granted(id);
+          model_.granted(id);
         });
       case 1:
       case 2: {
@@ -307,7 +308,7 @@ class World {
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
           endpoint.pull(kPool, spec, now, out);
           pulled_.insert(blocks.begin(), blocks.end());
-          book_.posted(id);
+          model_.posted(id);
         });
       }
       case 3:
@@ -315,12 +316,12 @@ class World {
         auto spec = some_spec<PostSpec>(id);
         spec.peer = peer;
         const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
-        const bool is_fetch = std::none_of(local.grids.begin(), local.grids.end(), [](const Grid& grid) { return grid.region == kReadOnly; });
+        const bool is_fetch = std::none_of(local.rows.begin(), local.rows.end(), [](const StridedRange& range) { return range.region == kReadOnly; });
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
           spec.local = from_wire(local);
           spec.remote = from_wire(remote);
           is_fetch && in_.flag() ? endpoint.fetch(spec, now, out) : endpoint.push(spec, now, out);
-          book_.posted(id);
+          model_.posted(id);
         });
       }
       default: return act([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.cancel(id, now, out); });
@@ -329,7 +330,7 @@ class World {
 
   Input& in_;
   const EndpointLimits limits_;
-  // Own memory, as long as what has it registered and no longer: a byte past it is found out.
+  // Own memory, exactly as long as it is registered: an access past it is detected.
   std::vector<uint8_t> pool_ = std::vector<uint8_t>(kBlockCount * kBlockBytes, kUntouched);
   std::vector<uint8_t> regions_[kRegionCount];
   SharedEndpoint shared_;
@@ -339,16 +340,16 @@ class World {
   socklen_t address_bytes_[2];
   std::unique_ptr<EventLoop> loop_;
   FrameMaker maker_;
-  OwnerBook book_;
+  OwnerModel model_;
   std::set<uint32_t> pulled_;  // blocks
-  std::vector<Line> lines_;
+  std::vector<SocketConnection> connections_;
 };
 
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, size);
-  World world(input);
+  ConnectionWorld world(input);
   world.play();
   world.end();
   return 0;

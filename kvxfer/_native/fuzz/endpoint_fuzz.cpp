@@ -1,6 +1,6 @@
-// One endpoint among peers that say anything at any moment, and an owner who does anything too. The input is a program: who
-// connects and proves what, which frames and which raw bytes come, what the owner asks, when time passes and what of the
-// shell's work ends how. Whatever happens, no call throws but as it says, and the rules of endpoint_shell.hpp hold.
+// One endpoint among peers that send anything at any moment, and an owner that calls anything. The input is a program: which side
+// connects and proves what, which frames and raw bytes come, what the owner calls, when time passes and how the shell's work ends.
+// Whatever the input, calls throw only what they document, and the rules of endpoint_shell.hpp hold.
 #include "endpoint_shell.hpp"
 
 using namespace kvxfer;
@@ -27,9 +27,9 @@ EndpointLimits small_limits(Input& in) {
   return limits;
 }
 
-class World : public Shell {
+class EndpointWorld : public Shell {
  public:
-  World(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : Shell(limits, pool, has_guests), in_(in) {}
+  EndpointWorld(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : Shell(limits, pool, has_bearers), in_(in) {}
 
   void play() {
     while (!in_.is_empty()) {
@@ -49,29 +49,29 @@ class World : public Shell {
   }
 
  private:
-  // --- lines ---
+  // --- connections ---
 
   void forget_closed() {
-    lines_.erase(std::remove_if(lines_.begin(), lines_.end(), [](const Line& line) { return !line.is_open; }), lines_.end());
+    connections_.erase(std::remove_if(connections_.begin(), connections_.end(), [](const PeerConnection& connection) { return !connection.is_open; }), connections_.end());
   }
-  Line* some_line() {
+  PeerConnection* some_connection() {
     forget_closed();
-    return lines_.empty() ? nullptr : &lines_[in_.below(lines_.size())];
+    return connections_.empty() ? nullptr : &connections_[in_.below(connections_.size())];
   }
   static SessionKind kind(Input& in) { return static_cast<SessionKind>(1 + in.below(3)); }
 
   void open() {
     forget_closed();
-    if (lines_.size() >= kLinesMax) return close(lines_[in_.below(lines_.size())]);
+    if (connections_.size() >= kLinesMax) return close(connections_[in_.below(connections_.size())]);
     const AgentRef& peer = kAgents[in_.below(3)];
     Effects out;
     const Bytes32& key = kKeys[in_.below(4)];
     const SessionId session = endpoint_.accepted(kind(in_), filled<32>(1), now_, out);
-    add(Line{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_guests_ ? kKeys[2] : key_of(peer))}, out);
-    Line* line = find(session);
-    if (line == nullptr || in_.below(8) == 0) return;
-    deliver(*line, encode(line->handshake.dial_hello()));
-    if ((line = find(session)) != nullptr) shake_hands(*line);
+    add(PeerConnection{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_bearers_ ? kKeys[2] : key_of(peer))}, out);
+    PeerConnection* connection = find(session);
+    if (connection == nullptr || in_.below(8) == 0) return;
+    deliver(*connection, encode(connection->handshake.dial_hello()));
+    if ((connection = find(session)) != nullptr) shake_hands(*connection);
   }
   void answer_dial() {
     if (dials_.empty()) return;
@@ -81,35 +81,35 @@ class World : public Shell {
     Effects out;
     const SessionId session = endpoint_.dialed(dial.peer, dial.kind, filled<32>(1), now_, out);
     const Bytes32& key = in_.below(8) == 0 ? kKeys[3] : key_of(dial.peer);
-    add(Line{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
-    if (Line* line = find(session)) shake_hands(*line);
+    add(PeerConnection{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
+    if (PeerConnection* connection = find(session)) shake_hands(*connection);
   }
-  // The peer's answer to the last HELLO, by the key that it has. One that finds our proof wrong goes on all the same.
-  void shake_hands(Line& line) {
-    if (!line.heard) return;
-    Hello answer{HelloStep::Prove, line.peer, kSelf, {}, filled<32>(5)};
+  // The peer's answer to the last HELLO, with its key. A peer that finds our proof wrong goes on all the same.
+  void shake_hands(PeerConnection& connection) {
+    if (!connection.heard) return;
+    Hello answer{HelloStep::Prove, connection.peer, kSelf, {}, filled<32>(5)};
     try {
-      const std::optional<Hello> right = line.handshake.on_hello(*line.heard, [&](const AgentRef&) { return line.key; });
+      const std::optional<Hello> right = connection.handshake.on_hello(*connection.heard, [&](const AgentRef&) { return connection.key; });
       if (!right) return;
       answer = *right;
     } catch (const Error& error) {
-      check(error.code() != Code::internal && !line.has_right_key, error.what());
+      check(error.code() != Code::internal && !connection.has_right_key, error.what());
     }
-    deliver(line, encode(answer));
+    deliver(connection, encode(answer));
   }
 
-  // --- what a peer says ---
+  // --- frames of a peer ---
 
   void answer() {
     const std::optional<FrameMaker::Answer> answer = maker_.answer(in_);
     if (!answer) return;
-    if (Line* line = find(answer->by)) deliver(*line, FrameMaker::with_payload(answer->frame, in_));
+    if (PeerConnection* connection = find(answer->by)) deliver(*connection, FrameMaker::with_payload(answer->frame, in_));
   }
   void say(const std::string& wire) {
-    if (Line* line = some_line()) deliver(*line, wire);
+    if (PeerConnection* connection = some_connection()) deliver(*connection, wire);
   }
 
-  // --- what the owner does ---
+  // --- calls of the owner ---
 
   void own_act() {
     const TransferId id = maker_.own_id(in_);
@@ -122,24 +122,24 @@ class World : public Shell {
         const Nanos ttl = static_cast<Nanos>(in_.any() % 700'000) * kMillisecond;
         try_call([&](Effects& out) {
           endpoint_.grant(id, kPool, blocks, reader, ttl, ready, now_, out);
-          book_.granted(id);
+          model_.granted(id);
         });
         return;
       }
       case 1: {
         const uint32_t ready = in_.u32();
-        const std::vector<uint32_t> sums(endpoint_.becoming_ready(id, ready).second.size(), 7);
-        try_call([&](Effects& out) { endpoint_.ready(id, ready, 0, in_.flag(), now_, out, sums); });
+        const std::vector<uint32_t> checksums(endpoint_.becoming_ready(id, ready).second.size(), 7);
+        try_call([&](Effects& out) { endpoint_.ready(id, ready, 0, in_.flag(), now_, out, checksums); });
         return;
       }
       case 2: try_call([&](Effects& out) { endpoint_.end_grant(id, in_.flag() ? GrantEvent::Revoke : GrantEvent::Release, now_, out); }); return;
-      case 3: try_call([&](Effects& out) { endpoint_.decline(id, out); }); return;
+      case 3: try_call([&](Effects& out) { endpoint_.abort_grant(id, out); }); return;
       case 4:
       case 5: return pull(id);
       case 6:
       case 7: return post(id);
       case 8: try_call([&](Effects& out) { endpoint_.cancel(id, now_, out); }); return;
-      case 9: try_call([&](Effects& out) { endpoint_.give_up(id, kAgents[in_.below(3)], now_, out); }); return;
+      case 9: try_call([&](Effects& out) { endpoint_.abort_pull(id, kAgents[in_.below(3)], now_, out); }); return;
       case 10: {
         const AgentRef& to = kAgents[in_.below(3)];
         const std::string payload = in_.bytes(in_.below(80));
@@ -190,7 +190,7 @@ class World : public Shell {
     spec.granted_ns = static_cast<Nanos>(in_.below(4)) * 1000 * kMillisecond;
     spec.lanes = some_lanes();
     spec.deadline = some_deadline();
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     try_call([&](Effects& out) {
       endpoint_.pull(kPool, spec, now_, out);
       posted(id, spec.source);
@@ -204,7 +204,7 @@ class World : public Shell {
     const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
     spec.lanes = some_lanes();
     spec.deadline = some_deadline();
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     if (in_.flag()) spec.notification = in_.bytes(in_.below(80));
     try_call([&](Effects& out) {
       spec.local = from_wire(local);
@@ -214,7 +214,7 @@ class World : public Shell {
     });
   }
 
-  // --- what the shell did ---
+  // --- results of the shell ---
 
   void shell_act() {
     switch (in_.below(4)) {
@@ -239,7 +239,7 @@ class World : public Shell {
         }
         return;
       default:
-        if (Line* line = some_line(); line != nullptr && in_.flag()) return close(*line);
+        if (PeerConnection* connection = some_connection(); connection != nullptr && in_.flag()) return close(*connection);
         return;
     }
   }
@@ -253,7 +253,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, size);
   const EndpointLimits limits = small_limits(input);
   const PoolInfo pool{kPool, kBlockCount, kBlockBytes, {}, input.flag(), input.flag(), input.flag()};
-  World world(input, limits, pool, input.flag());
+  EndpointWorld world(input, limits, pool, input.flag());
   world.play();
   world.wind_down();
   return 0;

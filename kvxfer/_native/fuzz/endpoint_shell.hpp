@@ -1,6 +1,6 @@
-// One endpoint and its shell: performs what the endpoint asks for as far as a test can, and looks at each effect. What is
-// asked of the shell lies inside the owner's memory, each end is told once, nothing is confirmed that has ended, and nothing is
-// left when everybody is gone.
+// One endpoint and its shell: performs the endpoint's effects as far as a test can, and checks each. An effect must lie inside the
+// owner's memory, each end is reported once, nothing that has ended is confirmed, and nothing is left when all peers and the owner
+// are gone.
 #pragma once
 
 #include <deque>
@@ -8,28 +8,28 @@
 
 #include "frame_maker.hpp"
 #include "machines/endpoint.hpp"
-#include "owner_book.hpp"
+#include "owner_model.hpp"
 
 namespace kvxfer::fuzz {
 
 inline const AgentRef kSelf{"self", 1, filled<16>(9)};
 inline const Bytes32 kKeys[] = {filled<32>('a'), filled<32>('b'), filled<32>('g'), filled<32>('x')};
-inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"guest", 1, filled<16>(3)}};  // the last one is not named
+inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"c", 1, filled<16>(3)}};  // the last one is a bearer peer
 
 constexpr int kTicksMax = 4;  // at one moment
 
 class Shell {
  public:
-  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : endpoint_(kSelf, limits), has_guests_(has_guests) {
+  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : endpoint_(kSelf, limits), has_bearers_(has_bearers) {
     endpoint_.add_pool(pool);
     for (uint32_t i = 0; i < kRegionCount; ++i) add_region(i);
     for (int i = 0; i < 2; ++i) endpoint_.set_peer(kAgents[i], kKeys[i], SessionKind::Unix);
-    if (has_guests) endpoint_.set_guest_key(kKeys[2]);
+    if (has_bearers) endpoint_.accept_bearer_key(kKeys[2]);
   }
 
-  // Everybody leaves, and after the longest that anything may last nothing is there any more.
+  // All peers and the owner leave; after the longest time limit nothing is left.
   void wind_down() {
-    for (Line& line : lines_) close(line);
+    for (PeerConnection& connection : connections_) close(connection);
     stop_reads([](const TransferId&) { return true; });
     for (const AgentRef& agent : kAgents) call([&](Effects& out) { endpoint_.peer_dead(agent, now_, out); });
     for (int round = 0; round < 100 && endpoint_.next_deadline() != kNever; ++round) {
@@ -43,8 +43,8 @@ class Shell {
     check(counts.sessions_up == 0 && counts.sessions_opening == 0, "a session outlived its connection");
     check(counts.notifications_pending == 0 && counts.peers == 0, "something of a dead peer is left");
     for (const PoolCounts& pool : counts.pools) check(pool.granted + pool.reserved + pool.quarantined == 0, "a block was not given back");
-    for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a hold of a region was not given back");
-    book_.check_over();
+    for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a claim on a region was not given back");
+    model_.check_over();
     endpoint_.remove_pool(kPool);
     for (const uint32_t region : regions_) call([&](Effects& out) { endpoint_.remove_region(region, now_, out); });
   }
@@ -54,7 +54,7 @@ class Shell {
     TransferId id;
     uint64_t token;
   };
-  struct Line {  // one connection, and its peer's side of it
+  struct PeerConnection {  // one connection, and its peer's side of it
     SessionId session;
     AgentRef peer;
     Handshake handshake;
@@ -74,7 +74,7 @@ class Shell {
     act(out);
     perform(out);
   }
-  // As call(), of the owner, who may be told no.
+  // As call(), of the owner, whose call may be refused.
   template <class F>
   bool try_call(F&& act) {
     Effects out;
@@ -91,7 +91,7 @@ class Shell {
 
   void perform(Effects& effects) {
     for (Effect& effect : effects) {
-      std::visit([this](const auto& e) { book_.told(e); }, effect);
+      std::visit([this](const auto& e) { model_.told(e); }, effect);
       std::visit([this](auto& e) { perform(e); }, effect);
     }
     while (!over_.empty() || !cut_.empty()) {
@@ -107,11 +107,11 @@ class Shell {
     }
   }
   void perform(const Dial& e) {
-    check(endpoint_.knows(e.peer), "a peer is dialed that nobody knows");
+    check(endpoint_.knows(e.peer), "an unknown peer is dialed");
     dials_.push_back(e);
   }
   void perform(const Hangup& e) {
-    if (Line* line = find(e.session)) hung_up(*line);
+    if (PeerConnection* connection = find(e.session)) hung_up(*connection);
   }
   void perform(const SendFrame& e) {
     const std::string wire = encode(e.frame);
@@ -125,47 +125,47 @@ class Shell {
       const bool is_sending = std::any_of(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == e.session && send.frame.id == verdict->id; });
       check(is_asked_ || !is_sending, "a grant is confirmed before the last byte is out");
     }
-    Line* line = find(e.session);
-    check(line != nullptr, "something is sent on a session that is gone");
-    if (const auto* hello = std::get_if<Hello>(&e.frame)) line->heard = *hello;
-    if (const auto* pull = std::get_if<Pull>(&e.frame)) check_peer(*line, pull->id);
-    if (const auto* fetch = std::get_if<Fetch>(&e.frame)) check_peer(*line, fetch->pull.id);
-    if (const auto* push = std::get_if<Push>(&e.frame)) check_peer(*line, push->id);
+    PeerConnection* connection = find(e.session);
+    check(connection != nullptr, "something is sent on a session that is gone");
+    if (const auto* hello = std::get_if<Hello>(&e.frame)) connection->heard = *hello;
+    if (const auto* pull = std::get_if<Pull>(&e.frame)) check_peer(*connection, pull->id);
+    if (const auto* fetch = std::get_if<Fetch>(&e.frame)) check_peer(*connection, fetch->pull.id);
+    if (const auto* push = std::get_if<Push>(&e.frame)) check_peer(*connection, push->id);
   }
   void perform(const SendMap& e) {
     check(needs_map(e.lane) && (e.pool == kPool || regions_.count(e.pool) != 0), "a MAP of memory that is not there");
   }
   void perform(SendData& e) {
-    check(e.frame.count == e.from.count && (e.sums.empty() || e.sums.size() == e.from.count), "a DATA frame of other blocks than it says");
-    check(e.frame.payload_bytes == check_own(e.from) + (e.frame.has_sums ? 4 * e.from.count : 0), "a DATA frame of other bytes than it says");
+    check(e.frame.count == e.from.count && (e.checksums.empty() || e.checksums.size() == e.from.count), "a DATA frame of other blocks than it says");
+    check(e.frame.payload_bytes == check_own(e.from) + (e.frame.has_checksums ? 4 * e.from.count : 0), "a DATA frame of other bytes than it says");
     check(endpoint_.grant_state(e.frame.id, now_) == GrantState::Alive, "blocks are sent that are not granted");
     sends_.push_back(std::move(e));
   }
   void perform(ReadBlocks& e) {
-    check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.sums.empty() || e.sums.size() == e.to.count), "a read of other blocks than it fills");
+    check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.checksums.empty() || e.checksums.size() == e.to.count), "a read of other blocks than it fills");
     check_own(e.to);
-    book_.begin_landing(e.id);
+    model_.begin_landing(e.id);
     reads_.push_back(std::move(e));
   }
   void perform(const TransferFinal& e) { over_.push_back(e.id); }
   void perform(const OfferEnded& e) { over_.push_back(e.id); }
   void perform(const SessionUp& e) {
-    const Line* line = find(e.session);
-    check(line != nullptr && line->has_right_key && e.peer == line->peer, "a session is up that nobody proved");
+    const PeerConnection* connection = find(e.session);
+    check(connection != nullptr && connection->has_right_key && e.peer == connection->peer, "a session is up without a proof");
   }
   template <class T>
-  void perform(const T&) {}  // the owner's
+  void perform(const T&) {}  // for the owner
 
   void posted(const TransferId& id, const AgentRef& peer) {
-    book_.posted(id);
+    model_.posted(id);
     peers_[id] = peer;
   }
-  // What the owner asked of one life is asked of no other. A peer's own pushes are not the owner's.
-  void check_peer(const Line& line, const TransferId& id) const {
-    if (endpoint_.transfer_state(id)) check(peers_.at(id) == line.peer, "a transfer is taken to another peer than it names");
+  // A request of the owner for one incarnation must not reach another. A peer's own pushes are not the owner's requests.
+  void check_peer(const PeerConnection& connection, const TransferId& id) const {
+    if (endpoint_.transfer_state(id)) check(peers_.at(id) == connection.peer, "a transfer is taken to another peer than it names");
   }
 
-  // Inside own memory; returns the bytes.
+  // Checks that it lies inside own memory; returns the bytes.
   uint64_t check_own(const Extent& extent) {
     uint64_t bytes = 0;
     check(extent.count != 0 && uint64_t{extent.first} + extent.count <= extent.ids->size(), "an extent past its list");
@@ -175,36 +175,36 @@ class Shell {
         bytes += kBlockBytes;
         continue;
       }
-      const Grid& grid = extent.ranges->grids().at(extent.ranges->grid_of(extent[i]));
-      check(regions_.count(grid.region) != 0 && grid.end() <= kRegionBytes, "a piece outside of its region");
-      bytes += grid.length;
+      const StridedRange& range = extent.ranges->rows().at(extent.ranges->row_of(extent[i]));
+      check(regions_.count(range.region) != 0 && range.end() <= kRegionBytes, "an element outside of its region");
+      bytes += range.length;
     }
     return bytes;
   }
 
-  // --- lines ---
+  // --- connections ---
 
-  Line* find(SessionId session) {
-    for (Line& line : lines_) {
-      if (line.session == session && line.is_open) return &line;
+  PeerConnection* find(SessionId session) {
+    for (PeerConnection& connection : connections_) {
+      if (connection.session == session && connection.is_open) return &connection;
     }
     return nullptr;
   }
-  // The effects of its beginning are performed once it is among the lines.
-  void add(Line line, Effects& out) {
-    lines_.push_back(std::move(line));
+  // The effects of its start are performed once it is in connections_.
+  void add(PeerConnection connection, Effects& out) {
+    connections_.push_back(std::move(connection));
     perform(out);
   }
   static const Bytes32& key_of(const AgentRef& peer) { return kKeys[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
-  void close(Line& line) {
-    if (!line.is_open) return;
-    hung_up(line);
-    call([&](Effects& out) { endpoint_.closed(line.session, now_, out); });
+  void close(PeerConnection& connection) {
+    if (!connection.is_open) return;
+    hung_up(connection);
+    call([&](Effects& out) { endpoint_.closed(connection.session, now_, out); });
   }
-  void hung_up(Line& line) {
-    line.is_open = false;
-    if (line.landing) cut_.push_back(*std::exchange(line.landing, std::nullopt));
-    sends_.erase(std::remove_if(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == line.session; }), sends_.end());
+  void hung_up(PeerConnection& connection) {
+    connection.is_open = false;
+    if (connection.landing) cut_.push_back(*std::exchange(connection.landing, std::nullopt));
+    sends_.erase(std::remove_if(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == connection.session; }), sends_.end());
   }
   void fail_dial(Code code) {
     const Dial dial = dials_.front();
@@ -212,41 +212,41 @@ class Shell {
     call([&](Effects& out) { endpoint_.dial_failed(dial.peer, dial.kind, code, "no", now_, out); });
   }
 
-  // As a connection does it, which ends with the first error.
-  void deliver(Line& line, const std::string& wire) {
+  // As a real connection: stops at the first error.
+  void deliver(PeerConnection& connection, const std::string& wire) {
     try {
-      line.decoder.feed(wire);
-      while (line.is_open) {
-        if (line.decoder.payload_pending() != 0) {
-          while (!line.decoder.take_payload(SIZE_MAX).empty()) {
+      connection.decoder.feed(wire);
+      while (connection.is_open) {
+        if (connection.decoder.payload_pending() != 0) {
+          while (!connection.decoder.take_payload(SIZE_MAX).empty()) {
           }
-          if (line.landing && !endpoint_.is_landing(line.landing->id, line.landing->token)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
-          if (line.decoder.payload_pending() != 0) return;
+          if (connection.landing && !endpoint_.is_landing(connection.landing->id, connection.landing->token)) stop(*std::exchange(connection.landing, std::nullopt), Code::cancelled);
+          if (connection.decoder.payload_pending() != 0) return;
         }
-        if (line.landing) landed(*std::exchange(line.landing, std::nullopt));
-        const std::optional<Frame> frame = line.decoder.next();
+        if (connection.landing) landed(*std::exchange(connection.landing, std::nullopt));
+        const std::optional<Frame> frame = connection.decoder.next();
         if (!frame) return;
-        book_.heard(*frame);
-        is_asked_ = std::holds_alternative<Confirm>(*frame);  // of his own accord: what he has not got yet is his affair
-        call([&](Effects& out) { endpoint_.on_frame(line.session, *frame, now_, out); });
+        model_.heard(*frame);
+        is_asked_ = std::holds_alternative<Confirm>(*frame);  // a question of its own; it may lack bytes
+        call([&](Effects& out) { endpoint_.on_frame(connection.session, *frame, now_, out); });
         is_asked_ = false;
         const auto* data = std::get_if<Data>(&*frame);
-        if (data == nullptr || !line.is_open) continue;
-        const Landing landing = endpoint_.data_arrives(line.session, *data, now_);
+        if (data == nullptr || !connection.is_open) continue;
+        const Landing landing = endpoint_.data_arrives(connection.session, *data, now_);
         if (landing.token == 0) continue;
-        check(data->payload_bytes == check_own(landing.to) + (data->has_sums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
-        book_.begin_landing(data->id);
-        line.landing = Incoming{data->id, landing.token};
+        check(data->payload_bytes == check_own(landing.to) + (data->has_checksums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
+        model_.begin_landing(data->id);
+        connection.landing = Incoming{data->id, landing.token};
       }
     } catch (const Error& error) {
       check(error.code() == Code::protocol, error.what());
-      close(line);
+      close(connection);
     }
   }
 
   // --- memory and time ---
 
-  // An id is never that of another region again: the machine must say so.
+  // A region's id is never reused: the machine must refuse that.
   void add_region(uint32_t i) {
     const RegionInfo info{kRegionFirst + i, kRegionBytes, i != 1, i != 2, i == 0, i != 3};
     if (try_call([&](Effects&) { endpoint_.add_region(info); })) {
@@ -255,17 +255,17 @@ class Shell {
     }
   }
   void landed(const Incoming& over) {
-    book_.end_landing(over.id);
+    model_.end_landing(over.id);
     call([&](Effects& out) { endpoint_.read_landed(over.id, over.token, now_, out); });
   }
   void stop(const Incoming& over, Code code) {
-    book_.end_landing(over.id);
+    model_.end_landing(over.id);
     call([&](Effects& out) { endpoint_.read_stopped(over.id, over.token, code, "stopped", now_, out); });
   }
   template <class F>
   void stop_reads(F&& is_meant) {
-    for (Line& line : lines_) {
-      if (line.landing && is_meant(line.landing->id)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
+    for (PeerConnection& connection : connections_) {
+      if (connection.landing && is_meant(connection.landing->id)) stop(*std::exchange(connection.landing, std::nullopt), Code::cancelled);
     }
     for (size_t i = 0; i < reads_.size();) {
       if (!is_meant(reads_[i].id)) {
@@ -281,7 +281,7 @@ class Shell {
 
   void pass(Nanos by) {
     now_ += std::clamp<Nanos>(by, 0, 3'600'000 * kMillisecond);
-    // What it asked for and got (a session that came up, a read that ended) may make something due at once, but not for ever.
+    // Its own results (a session that came up, a read that ended) may make something due at once, but not for ever.
     for (int round = 0; round == 0 || (round < kTicksMax && endpoint_.next_deadline() <= now_); ++round) {
       call([&](Effects& out) { endpoint_.tick(now_, out); });
     }
@@ -291,15 +291,15 @@ class Shell {
   Endpoint endpoint_;
   FrameMaker maker_;
   Nanos now_ = 1;
-  std::deque<Line> lines_;
+  std::deque<PeerConnection> connections_;
   std::deque<Dial> dials_;
   std::deque<SendData> sends_;
   std::deque<ReadBlocks> reads_;
-  std::deque<TransferId> over_;   // final: what still fills their blocks is to be stopped
-  std::deque<Incoming> cut_;      // payloads of lines that are gone
+  std::deque<TransferId> over_;   // final: reads into their blocks are to be stopped
+  std::deque<Incoming> cut_;      // payloads of connections that are gone
   std::set<uint32_t> regions_, regions_ever_;
-  bool has_guests_ = false, is_asked_ = false;
-  OwnerBook book_;
+  bool has_bearers_ = false, is_asked_ = false;
+  OwnerModel model_;
   std::set<std::pair<TransferId, uint64_t>> confirmed_;
   std::map<TransferId, AgentRef> peers_;  // of the owner's posts
 };

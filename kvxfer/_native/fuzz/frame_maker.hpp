@@ -1,5 +1,4 @@
-// Frames as a peer might send them that knows the protocol and keeps to none of it: each field is what would be right, or near
-// it, or anything.
+// Frames of a peer that knows the protocol and does not keep to it: each field is right, or nearly right, or anything.
 #pragma once
 
 #include <deque>
@@ -11,11 +10,11 @@
 
 namespace kvxfer::fuzz {
 
-// What both sides of a target speak of.
+// Ids that both sides of a target use.
 constexpr uint32_t kPool = 1, kRegionFirst = 10, kRegionCount = 4;
 constexpr uint32_t kBlockCount = 8;
 constexpr uint64_t kBlockBytes = 48, kRegionBytes = 512;
-constexpr uint32_t kNoSumOfWire = 0x9d1ce5a7;  // kNoSum of lanes/stream.hpp
+constexpr uint32_t kNoChecksumOfWire = 0x9d1ce5a7;  // kNoChecksum of lanes/stream.hpp
 
 class FrameMaker {
  public:
@@ -26,11 +25,11 @@ class FrameMaker {
     for (uint8_t i = 1; i <= kOwnIds; ++i) ids_.push_back(TransferId{filled<16>(i)});
   }
 
-  // What the other side said on line `by`, so that answers can be right.
+  // What the other side sent on connection `by`, so that answers can be right.
   void heard(const Frame& frame, uint64_t by) {
     if (const auto* pull = std::get_if<Pull>(&frame)) ask({by, *pull});
     if (const auto* fetch = std::get_if<Fetch>(&frame)) {
-      lists_[fetch->pull.id] = fetch->pieces;
+      lists_[fetch->pull.id] = fetch->elements;
       ask({by, fetch->pull});
     }
     if (const auto* confirm = std::get_if<Confirm>(&frame)) {
@@ -49,7 +48,7 @@ class FrameMaker {
     Frame frame;
     uint64_t by;
   };
-  // What an honest peer would say next to the last question, or the one before; nothing where none was asked.
+  // An honest peer's answer to the last question, or the one before; nothing if there was none.
   std::optional<Answer> answer(Input& in) {
     if (questions_.empty()) return std::nullopt;
     if (questions_.size() > 1 && in.below(4) == 0) questions_.pop_back();
@@ -64,20 +63,20 @@ class FrameMaker {
     return Answer{answer(in, question), by};
   }
 
-  // DATA of no more than a little is followed by as many bytes, with checksums that nobody knew; sometimes by others.
+  // A small DATA frame is followed by its payload, with unknown checksums or with others.
   static std::string with_payload(const Frame& frame, Input& in) {
     std::string wire = encode(frame);
     const auto* data = std::get_if<Data>(&frame);
     if (data == nullptr || data->payload_bytes > 2048) return wire;
     std::string payload(data->payload_bytes, 'p');
-    const size_t sums = data->has_sums ? std::min<size_t>(4 * size_t{data->count}, payload.size()) : 0;
-    for (size_t i = 0; i < sums; ++i) payload[payload.size() - sums + i] = static_cast<char>(kNoSumOfWire >> (8 * (i % 4)));
+    const size_t checksums = data->has_checksums ? std::min<size_t>(4 * size_t{data->count}, payload.size()) : 0;
+    for (size_t i = 0; i < checksums; ++i) payload[payload.size() - checksums + i] = static_cast<char>(kNoChecksumOfWire >> (8 * (i % 4)));
     if (in.below(8) == 0) payload.resize(in.below(64));
     return wire + payload;
   }
 
   TransferId id(Input& in) { return in.pick(ids_); }
-  // Of the owner's choice: they differ in more than the last byte, which is another on each lane of a push.
+  // Ids of the owner's choice: they differ in more than the last byte, which differs by lane of a push.
   TransferId own_id(Input& in) { return ids_[in.below(kOwnIds)]; }
 
   Frame make(Input& in) {
@@ -98,16 +97,16 @@ class FrameMaker {
         ready.attempt = attempt(in, ready.id);
         ready.ids.resize(in.below(10));
         for (uint32_t& block : ready.ids) block = in.u32();
-        if (!ready.ids.empty() && in.flag()) ready.sums.resize(ready.ids.size(), in.u32());
+        if (!ready.ids.empty() && in.flag()) ready.checksums.resize(ready.ids.size(), in.u32());
         return ready;
       }
       case 4:
       case 5: {
         Data data{id(in), 0, in.u32(), in.u32(), in.flag(), in.flag(), false, 0};
-        data.is_lent = !data.has_sums && data.count % 4 == 3;
+        data.is_zero_copy = !data.has_checksums && data.count % 4 == 3;
         data.attempt = attempt(in, data.id);
-        const uint64_t piece = in.flag() ? in.any() : kBlockBytes;
-        data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_sums ? 4 : 0)), kPayloadMax);
+        const uint64_t element = in.flag() ? in.any() : kBlockBytes;
+        data.payload_bytes = std::min(uint64_t{data.count} * (element + (data.has_checksums ? 4 : 0)), kPayloadMax);
         return data;
       }
       case 6: return Confirm{id(in), in.any()};
@@ -150,20 +149,20 @@ class FrameMaker {
   static Lane lane(Input& in) { return static_cast<Lane>(1 + in.below(kLaneMax)); }
   static Code code(Input& in) { return in.flag() ? Code::ok : static_cast<Code>(in.below(kCodeCount)); }
 
-  // Of the pieces that `list` names; most of it inside some region.
+  // An element list; most of it inside some region.
   static WireList list(Input& in) {
     WireList wire;
-    wire.grids.resize(1 + in.below(3));
-    for (Grid& grid : wire.grids) {
+    wire.rows.resize(1 + in.below(3));
+    for (StridedRange& range : wire.rows) {
       if (in.below(8) == 0) {
-        grid = {in.u32(), in.any(), in.any(), in.any(), in.u32()};
+        range = {in.u32(), in.any(), in.any(), in.any(), in.u32()};
       } else {
         const uint64_t length = 1 + in.below(64);
-        grid = {kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount)), in.below(256), length + in.below(16), length, 1 + static_cast<uint32_t>(in.below(4))};
+        range = {kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount)), in.below(256), length + in.below(16), length, 1 + static_cast<uint32_t>(in.below(4))};
       }
     }
-    wire.picks.resize(in.below(2) * in.below(6));
-    for (uint32_t& pick : wire.picks) pick = static_cast<uint32_t>(in.below(8));
+    wire.indices.resize(in.below(2) * in.below(6));
+    for (uint32_t& index : wire.indices) index = static_cast<uint32_t>(in.below(8));
     return wire;
   }
 
@@ -188,13 +187,13 @@ class FrameMaker {
   Pull pull(Input& in) {
     Pull pull{id(in), in.u32(), in.any(), lane(in), in.u32(), in.u32(), in.flag() ? in.any() : kBlockBytes, {}, in.u32(), {}, in.flag()};
     if (in.below(8) == 0) pull.digest = filled<32>(in.byte());
-    if (in.below(8) == 0) pull.content = filled<32>(in.byte());
+    if (in.below(8) == 0) pull.content_digest = filled<32>(in.byte());
     return pull;
   }
   struct Question {
     uint64_t by;
     Pull pull;
-    Frame frame = Release{};  // where it is no pull
+    Frame frame = Release{};  // for a frame without a pull
     uint32_t step = 0, done = 0;
   };
   void ask(Question question) {
@@ -204,7 +203,7 @@ class FrameMaker {
     nonces_[pull.id] = pull.nonce;
     questions_.push_back(std::move(question));
   }
-  // READY, the blocks or pieces, and the verdict; on one-sided lanes that is asked for.
+  // READY, the blocks or elements, and the verdict; on one-sided lanes the verdict answers a question.
   Frame answer(Input& in, Question& question) {
     const Pull& pull = question.pull;
     const uint32_t end = pull.first + pull.count;
@@ -217,16 +216,16 @@ class FrameMaker {
     if (question.done == pull.count) return Verdict{pull.id, pull.nonce, Code::ok};
     const uint32_t first = question.done, count = 1 + static_cast<uint32_t>(in.below(std::min(pull.count - first, 255u)));
     question.done += count;
-    const bool is_lent = !pull.wants_sums && pull.nonce % 2 == 0;
-    const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_sums ? 4 * count : 0);
-    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_sums, is_lent, bytes};
+    const bool is_zero_copy = !pull.wants_checksums && pull.nonce % 2 == 0;
+    const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_checksums ? 4 * count : 0);
+    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_checksums, is_zero_copy, bytes};
   }
-  // The destination pulls what it was asked to, and says that it is done.
+  // The destination pulls as asked, and reports its end.
   Frame answer(const Push& push, uint32_t step) {
     uint32_t count = 0;
-    for (const Grid& grid : push.from.grids) count += grid.count;
-    if (!push.from.picks.empty()) count = static_cast<uint32_t>(push.from.picks.size());
-    if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_sums};
+    for (const StridedRange& range : push.from.rows) count += range.count;
+    if (!push.from.indices.empty()) count = static_cast<uint32_t>(push.from.indices.size());
+    if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_checksums};
     if (step == 1 && is_one_sided(push.lane)) return Confirm{push.id, 78};
     return Done{push.id, Code::ok, ""};
   }
@@ -234,8 +233,8 @@ class FrameMaker {
     const auto found = lists_.find(id);
     if (found == lists_.end()) return kBlockBytes * count;
     try {
-      const PieceList pieces = from_wire(found->second);
-      return uint64_t{first} + count <= pieces.count() ? pieces.bytes(first, count) : 0;
+      const ElementList elements = from_wire(found->second);
+      return uint64_t{first} + count <= elements.count() ? elements.bytes(first, count) : 0;
     } catch (const Error&) {
       return 0;
     }

@@ -1,8 +1,8 @@
-// The frame decoder, whatever comes: frames or one Error(protocol), the same however the bytes are cut, and each frame that
-// was accepted encodes again to the very bytes it came from.
+// The frame decoder on any bytes: it gives frames or one Error(protocol), the same for every cut of the bytes, and each accepted
+// frame encodes again to the very bytes it came from.
 //
-// The first byte cuts; then come chunks: one byte of what it is, one or two of length, and the bytes. A chunk goes in as it
-// is, or as the body of a frame whose header is made here, so that mutations need not keep a length and a version right.
+// The first byte decides the cuts; then come chunks: one byte for the kind, one or two for the length, and the bytes. A chunk goes
+// in unchanged, or as the body of a frame whose header is made here, so that mutations need not keep a length and a version right.
 #include <functional>
 
 #include "input.hpp"
@@ -14,11 +14,11 @@ using namespace kvxfer::fuzz;
 namespace {
 
 constexpr uint8_t kRaw = 0x40;      // no header
-constexpr uint8_t kLiar = 0x80;     // a header of another length than the body has
+constexpr uint8_t kLiar = 0x80;     // a header with another length than the body's
 constexpr size_t kKindMask = 0x3f;
 
 struct Outcome {
-  std::string frames;  // encoded again, payloads among them
+  std::string frames;  // encoded again, with payloads
   std::string error;
   size_t left = 0;
   bool operator==(const Outcome& o) const { return frames == o.frames && error == o.error && left == o.left; }
@@ -40,7 +40,7 @@ std::string wire_of(Input& input) {
   return wire;
 }
 
-// What an endpoint makes of the lists that a peer sent is lists_fuzz's business; that it makes anything of them is ours.
+// lists_fuzz checks how an endpoint reads a peer's lists; this checks only that it can.
 void try_lists(const Frame& frame) {
   const auto try_list = [](const WireList& wire) {
     try {
@@ -49,14 +49,14 @@ void try_lists(const Frame& frame) {
       check(error.code() == Code::invalid_argument, error.what());
     }
   };
-  if (const auto* fetch = std::get_if<Fetch>(&frame)) try_list(fetch->pieces);
+  if (const auto* fetch = std::get_if<Fetch>(&frame)) try_list(fetch->elements);
   if (const auto* push = std::get_if<Push>(&frame)) {
     try_list(push->from);
     try_list(push->to);
   }
 }
 
-// As a connection does it: payload that was fed is taken, payload that was not is read past the decoder.
+// As a real connection: takes payload that was fed, and reads the rest past the decoder.
 Outcome decode(std::string_view wire, const std::function<size_t()>& next_size) {
   Outcome outcome;
   Decoder decoder;

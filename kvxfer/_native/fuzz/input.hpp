@@ -1,4 +1,4 @@
-// What a fuzz target reads its choices from, and how it says that a rule is broken.
+// The source of a fuzz target's choices, and its report of a broken rule.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class Input {
     for (size_t i = 0; i < bytes; ++i) value |= uint64_t{byte()} << (8 * i);
     return value;
   }
-  // Mostly small, sometimes anything: one byte says how many follow.
+  // Mostly small, sometimes anything: one byte gives the count of bytes.
   uint64_t any() {
     const uint8_t first = byte();
     if (first < 0xf0) return first;

@@ -1,5 +1,5 @@
-// What a peer says of its memory (MAP), and what it then has us read there: no position of a read leaves what the MAP gave or
-// what the read fills, whatever segments, blocks and pieces the peer names; and the keys of lane `ucx`.
+// A peer's description of its memory (MAP), and reads from it: no position of a read leaves the MAP's memory or the memory to fill,
+// whatever segments, blocks and elements the peer names; and the keys of lane `ucx`.
 #include <map>
 
 #include "frame_maker.hpp"
@@ -14,9 +14,9 @@ namespace {
 
 constexpr uint64_t kTargetBytes = 4096;
 constexpr uint64_t kSourceMax = 1ull << 40;
-uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // where sources seem to lie: nothing there is touched
+uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // where sources seem to lie; never touched
 
-// What a lane that maps makes of a MAP, without the mapping.
+// The result of a MAP on a mapping lane, without the mapping.
 class Place final : public RemoteMemory {
  public:
   explicit Place(const Map& map) : RemoteMemory(map) {
@@ -28,7 +28,7 @@ class Place final : public RemoteMemory {
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
 };
 
-// Reads nothing, but goes where a read goes; fills all that it would fill.
+// Visits every position of a read without reading; fills all bytes that the read would fill.
 class Walk final : public ReadJob {
  public:
   Walk(ReadBlocks read, RemotePlace from, OwnMemory to) : ReadJob(std::move(read), std::move(from), std::move(to)), walk_(walk_source(), walk_target()) {}
@@ -75,7 +75,7 @@ Map over_the_wire(const Map& map) {
   return std::get<Map>(decoder.next().value());
 }
 
-// Own memory that a read fills: blocks, cut as the input says, or regions of kRegionBytes.
+// Own memory that a read fills: blocks, cut by the input, or regions of kRegionBytes.
 struct Target {
   explicit Target(Input& in) {
     layout.base = bytes.data();
@@ -97,7 +97,7 @@ struct Target {
     memory.pool = std::move(pool);
     return memory;
   }
-  OwnMemory pieces(const std::shared_ptr<const Ranges>& ranges) {
+  OwnMemory elements(const std::shared_ptr<const Ranges>& ranges) {
     auto bases = std::make_shared<Bases>();
     for (uint32_t i = 0; i < kRegionCount; ++i) bases->add(kRegionFirst + i, bytes.data() + kRegionBytes * i);
     OwnMemory memory;
@@ -142,7 +142,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         read.to = Extent{kPool, nullptr, some_ids(in, count, kBlockCount), 0, count};
         to = target.blocks();
       } else {
-        const PieceList from = from_wire(FrameMaker::list(in)), local = from_wire(FrameMaker::list(in));
+        const ElementList from = from_wire(FrameMaker::list(in)), local = from_wire(FrameMaker::list(in));
         check_alike(local, from);
         Regions regions;
         for (uint32_t i = 0; i < kRegionCount; ++i) regions.add(RegionInfo{kRegionFirst + i, kRegionBytes});
@@ -150,12 +150,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const auto first = static_cast<uint32_t>(in.below(local.count()));
         read.from = from.part(first, local.count() - first);
         read.to = local.part(first, local.count() - first);
-        to = target.pieces(local.ranges);
+        to = target.elements(local.ranges);
       }
-      if (in.below(4) == 0) read.sums.assign(read.to.count, in.u32());
+      if (in.below(4) == 0) read.checksums.assign(read.to.count, in.u32());
       const auto remote_of = [&](uint32_t id) {
         const auto found = memories.find(id);
-        if (found == memories.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
+        if (found == memories.end()) throw Error(Code::no_lane, "the source did not share its memory for this lane");
         return found->second;
       };
       const std::unique_ptr<ReadJob> job = open_read(std::move(read), remote_of, std::move(to));

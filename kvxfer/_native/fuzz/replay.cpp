@@ -1,5 +1,5 @@
-// Runs a fuzz target once on each file that is named, where the target is not linked to clang's libFuzzer. Before each run the
-// file's name is written, so that the last name is the input that crashed.
+// Runs a fuzz target once on each file argument, if the target is not linked to clang's libFuzzer. It prints each file's name
+// before the run, so that the last name is the input that crashed.
 #include <sys/time.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
-// AddressSanitizer's runtime looks for this function by its name. A frame has at most a megabyte: an input may not make its reader
+// AddressSanitizer's runtime calls this function by its name. A frame has at most a megabyte: an input may not make its reader
 // allocate much more.
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "handle_abort=1:max_allocation_size_mb=64"; }
 
@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
       return 2;
     }
     const std::string input{std::istreambuf_iterator<char>(file), {}};
-    // A block of exactly as many bytes: AddressSanitizer sees a read past its end.
+    // A block of exactly that size: AddressSanitizer sees a read past its end.
     const std::unique_ptr<uint8_t[]> data(new uint8_t[input.size()]);
     std::memcpy(data.get(), input.data(), input.size());
     std::fprintf(stderr, "%s\n", argv[i]);

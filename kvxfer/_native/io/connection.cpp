@@ -11,14 +11,14 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kStagingBytes = 32 * 1024;
-constexpr size_t kTailBytes = 46;  // a DATA header, which most often follows a payload
+constexpr size_t kTailBytes = 46;  // a DATA header, the usual frame after a payload
 constexpr size_t kIovecsMax = 1024;
 constexpr size_t kLandedRuns = 64;         // of payload that came with its header, at a time
 constexpr size_t kReadBytesMax = 1 << 20;
-constexpr uint64_t kLentMin = 768 * 1024;  // bytes of a DATA frame; fewer are copied faster than the reader asks for its verdict
-constexpr size_t kLentRuns = 64;           // runs of it that are looked at; the rest is usually cut alike
+constexpr uint64_t kZeroCopyMin = 768 * 1024;  // bytes of a DATA frame; fewer are copied sooner than the reader's question for a verdict takes
+constexpr size_t kZeroCopyRuns = 64;           // runs of it that are examined; the rest usually has the same sizes
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
-constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven its key; a HELLO has a few hundred
+constexpr size_t kUnprovenBytesMax = 4096;  // buffered of a peer without a proof; a HELLO has a few hundred
 
 }  // namespace
 
@@ -43,7 +43,7 @@ void Connection::receive(size_t budget) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
     const size_t got = is_closing() ? read_away() : is_frames ? read_frames() : read_payload();
     if (got == 0) return;
-    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // that was all: epoll tells when more comes
+    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // nothing is left: epoll reports when more comes
     budget -= std::min(budget, got);
     if (shared_.is_backed_up()) return;
   }
@@ -54,7 +54,7 @@ bool Connection::must_wait() {
   return is_paused_;
 }
 
-// Returns 0 where there is nothing to read now.
+// Returns 0 if there is nothing to read now.
 size_t Connection::check_read(ssize_t got) const {
   if (got > 0) return static_cast<size_t>(got);
   if (got == 0) throw Error(Code::transport, "the peer closed the connection");
@@ -75,7 +75,7 @@ size_t Connection::read_frames() {
   return got;
 }
 
-// Any read from a Unix socket may bring descriptors; a read without room for them would lose them.
+// Any read from a Unix socket may bring descriptors; without room for them the kernel would drop them.
 ssize_t Connection::read_some(iovec* vectors, size_t count) {
   if (kind_ != SessionKind::Unix) {
     return count == 1 ? ::recv(fd_.get(), vectors->iov_base, vectors->iov_len, MSG_DONTWAIT) : ::readv(fd_.get(), vectors, static_cast<int>(count));
@@ -100,7 +100,7 @@ ssize_t Connection::read_some(iovec* vectors, size_t count) {
   const bool is_surplus = (message.msg_flags & MSG_CTRUNC) != 0 || descriptors_.size() > kDescriptorsMax || (!is_up_ && !descriptors_.empty());
   if (is_surplus) {
     descriptors_.clear();
-    throw Error(Code::protocol, "descriptors that no MAP asked for");
+    throw Error(Code::protocol, "descriptors without a MAP");
   }
   return got;
 }
@@ -117,7 +117,7 @@ void Connection::take_frames() {
     if (!frame) return;
     statistics_.frames_in.add();
     on_frame(*frame);
-    if (decoder_.payload_pending() == 0) finish_payload();  // a DATA frame may announce nothing at all
+    if (decoder_.payload_pending() == 0) finish_payload();  // a DATA frame may have no payload
   }
 }
 
@@ -138,7 +138,7 @@ void Connection::on_frame(const Frame& frame) {
   if (const auto* map = std::get_if<Map>(&frame); map != nullptr && is_up_) on_map(*map);
   if (landing.token == 0) return;
   OwnMemory memory = shared_.find(landing.to);
-  if (!memory) throw Error(Code::internal, "a landing in memory that is not there");
+  if (!memory) throw Error(Code::internal, "a payload for missing memory");
   landing_ = std::make_unique<IncomingBlocks>(*data, std::move(landing), std::move(memory), *tools_.staging);
 }
 
@@ -152,13 +152,12 @@ void Connection::on_up(const AgentRef& peer) {
   is_near_ = is_local(fd()) || (address && !address->unix_path.empty());
 }
 
-// Whether a frame is turned away because it would bring a notification to an owner that takes none at the moment. A push that is
-// known already brings none.
+// Whether to drop a frame because it brings a notification while the owner takes none. A PUSH that is known already brings none.
 bool Connection::refuses(const Frame& frame) {
   const char* const why = "the owner takes no notifications at the moment";
   if (const auto* notif = std::get_if<Notif>(&frame); notif != nullptr && notif->kind != NotifKind::Ack) {
     if (!is_up_ || shared_.can_take_notification(std::max<size_t>(notif->payload.size(), notif->total))) return false;
-    // It gets no acknowledgement, so it comes again; the rest of the session goes on.
+    // It gets no acknowledgement, so the peer sends it again; the session continues.
     shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) { endpoint.heard(session, now); });
     return true;
   }
@@ -223,7 +222,7 @@ void Connection::land(std::string_view bytes) {
   landing_->landed(bytes.size());
 }
 
-// Returns how many bytes had a place in memory.
+// Returns how many bytes had a target.
 size_t Connection::put_into(const iovec* runs, size_t count, const uint8_t* from, size_t bytes) const {
   if (!landing_->memory.is_ours) return copy_to_owner(runs, count, from);
   for (size_t i = 0; i < count; from += runs[i++].iov_len) std::memcpy(runs[i].iov_base, from, runs[i].iov_len);
@@ -249,7 +248,7 @@ size_t Connection::read_payload() {
   }
   if (bytes == pending) vectors[count++] = {tail, sizeof tail};
   const ssize_t read = read_some(vectors, count);
-  // The bytes stay in the socket, and are thrown away with the rest of the payload.
+  // The bytes stay in the socket, to be thrown away with the rest of the payload.
   if (read < 0 && errno == EFAULT && is_wanted && !landing_->scatter) {
     const Error error = landing_->memory_gone(readable_bytes(vectors, count));
     stop_landing(error.code(), error.what());
@@ -285,7 +284,7 @@ void Connection::finish_payload() {
   if (!landing_ || must_wait()) return;
   if (!landing_->is_intact()) {
     statistics_.checksum_failures.add();
-    return stop_landing(Code::checksum, "blocks came with other bytes than the source sent");
+    return stop_landing(Code::checksum, "the received blocks do not match their checksums");
   }
   const std::unique_ptr<IncomingBlocks> landed = std::move(landing_);
   shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_landed(landed->id, landed->token, now, out); });
@@ -300,20 +299,20 @@ void Connection::stop_landing(Code code, const std::string& text, const Transfer
 
 // --- out ---
 
-// Whether these blocks go out without a copy: the kernel then reads them when the peer does. The peer asks for its verdict
-// afterwards, and may see what is written there once the grant has ended. So this is for memory that one-sided lanes may read
-// too, and where asking takes little of the time.
-bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
-  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
+// Whether these blocks go out zero-copy: the kernel then reads them when the peer does. The peer asks for its verdict afterwards,
+// and may see later writes once the grant has ended. So zero-copy is only for memory that one-sided lanes may read too, and for
+// frames so large that the question costs little.
+bool Connection::may_send_zero_copy(const SendData& data, const OwnMemory& memory) const {
+  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_checksums || data.frame.payload_bytes < kZeroCopyMin) return false;
   if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;
-  iovec runs[kLentRuns];
+  iovec runs[kZeroCopyRuns];
   size_t bytes = 0;
-  const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kLentRuns, kLentMin, bytes);
+  const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kZeroCopyRuns, kZeroCopyMin, bytes);
   return SplicePipe::pays(runs, count);
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  data.frame.is_lent = may_lend(data, memory);
+  data.frame.is_zero_copy = may_send_zero_copy(data, memory);
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
@@ -332,7 +331,7 @@ void Connection::flush(size_t budget) {
     }
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
-        for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out, serial);
+        for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_zero_copy, now, out, serial);
       });
       finished.clear();
     }

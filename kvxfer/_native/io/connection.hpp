@@ -1,5 +1,6 @@
-// One connection: its socket, what waits to go out, what comes in, and the memory its peer lets us read. Only the thread that
-// runs the event loop touches it. It turns bytes into events of the endpoint; the event loop performs what follows from them.
+// One connection: its socket, its queue of outgoing frames, the payload that comes in, and the memory that its peer lets us read.
+// Only the thread that runs the event loop touches it. It turns bytes into events of the endpoint; the event loop performs the
+// effects.
 //
 // While blocks come in, each read from the socket is vectored into the blocks themselves with room behind them for the
 // header of the frame that follows, so that a chunk costs no extra call.
@@ -29,40 +30,40 @@ class Connection {
   Nanos close_at() const { return close_at_; }
   Outbox& outbox() { return outbox_; }
 
-  // Reads what is there, about `budget` bytes of it. Throws Error: transport where the connection is lost, protocol or overloaded
-  // where the peer is at fault.
+  // Reads about `budget` bytes of what is there. Throws Error: transport if the connection is lost, protocol or overloaded if the
+  // peer is at fault.
   void receive(size_t budget);
-  // Whether this reads no more from the socket until a device has taken the bytes that came for it.
+  // Whether it stops reading from the socket until a device has taken the bytes that came for it.
   bool is_paused() const { return is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
   bool is_corked() const { return outbox_.is_corked(); }
-  // Has the kernel send what it holds back.
+  // Makes the kernel send the bytes that it holds back.
   void uncork();
-  // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
+  // Lets the peer read our pool or region `id` by `lane`, or reports why it cannot; once per session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
-  // Pools or regions of ours are gone. A peer that knows how to read one is told, and lets go of it; bytes that come in for one do
-  // not land any more, and frames that wait to go out keep none of them alive. A newer pool under the same id stays.
+  // Our pools or regions are gone. Tells a peer that can read one, so that it unmaps it; bytes that come in for one no longer land,
+  // and queued frames keep none of them alive. A newer pool under the same id stays.
   void withdraw(const std::vector<Withdrawn>& gone);
   // Memory of the peer that a MAP brought since the last call, or null.
   std::shared_ptr<RemoteMemory> take_new_remote();
-  // The memory that the peer gave as its pool or region `id` by `lane`. Throws Error, with the reason why there is none: transport
-  // where the peer took it back; else no_lane.
+  // The memory that the peer gave as its pool or region `id` by `lane`. Throws Error with the reason if there is none: transport if
+  // the peer took it back, else no_lane.
   std::shared_ptr<const RemoteMemory> remote(uint32_t id, Lane lane) const;
-  // Not one more byte goes into the blocks of the read under way; with an id, only if the read is of that transfer.
+  // No further byte goes into the blocks of the current read; with an id, only if that read belongs to the transfer.
   void stop_landing(Code code, const std::string& text, const TransferId* only = nullptr);
-  // The session has ended: sends what was queued, takes nothing more, and waits until `close_at` for the peer to hang up.
+  // The session has ended: sends the queued frames, accepts no more, and waits until `close_at` for the peer to hang up.
   void begin_close(Nanos close_at);
 
-  SessionId session = 0;  // 0: none any more
+  SessionId session = 0;  // 0: none left
   std::optional<AgentRef> dialed;
-  uint32_t interest = 0;  // what epoll was last asked to watch
+  uint32_t interest = 0;  // the events that epoll watches now
 
  private:
   void withdraw_maps(const Withdrawn& gone);
   size_t read_frames();   // into the decoder; returns the bytes that came
-  size_t read_payload();  // into blocks, or away
+  size_t read_payload();  // into blocks, or thrown away
   size_t read_away();
   size_t check_read(ssize_t got) const;
   ssize_t read_some(iovec* vectors, size_t count);
@@ -76,7 +77,7 @@ class Connection {
   bool refuses(const Frame& frame);
   std::shared_ptr<RemoteMemory> open_remote(const Map& map, Fd descriptor);
   Map describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const;
-  bool may_lend(const SendData& data, const OwnMemory& memory) const;
+  bool may_send_zero_copy(const SendData& data, const OwnMemory& memory) const;
   bool may_land();
   bool must_wait();
   void finish_payload();
@@ -89,7 +90,7 @@ class Connection {
   };
   using MapKey = std::pair<uint32_t, Lane>;
 
-  const Counted counted_;  // first, so that it is the last to go
+  const Counted counted_;  // first member, so that it is destroyed last
   Fd fd_;
   const SessionKind kind_;
   SharedEndpoint& shared_;
@@ -108,7 +109,7 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool is_near_ = false;                    // the peer is under the same kernel
+  bool is_near_ = false;                    // both run under the same kernel
   Nanos close_at_ = 0;
 };
 

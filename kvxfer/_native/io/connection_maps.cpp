@@ -1,5 +1,5 @@
-// Which memory the two ends of a connection let each other read by one-sided lanes: what the peer is told of ours, and what it said
-// of its own.
+// The memory that the two ends of a connection let each other read by one-sided lanes: the maps that the peer gets of ours, and the
+// maps that it gave of its own.
 #include "connection.hpp"
 #include "lanes/mapped.hpp"
 
@@ -7,8 +7,8 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kRemotesMax = 16384;     // pools and regions that one peer may let us read
-constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of what it said of them: segments, keys, reasons
-// A reader knows this text: the end of the grant is on its way, and says more than that no lane is left.
+constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of the peer's maps: segments, keys, reasons
+// Readers know this text: the end of the grant follows, which says more than that no lane is left.
 constexpr const char* kGone = "the source's memory is not registered any more";
 
 }  // namespace
@@ -22,7 +22,7 @@ void Connection::on_map(const Map& map) {
     descriptors_.pop_front();
   }
   const MapKey key{map.pool, map.lane};
-  if (remotes_.size() >= kRemotesMax && remotes_.count(key) == 0) return;  // a read that needs it will find none
+  if (remotes_.size() >= kRemotesMax && remotes_.count(key) == 0) return;  // a read that needs it will fail
   RemoteSlot& slot = remotes_[key];
   const bool is_withdrawn = map.region_bytes == 0 && (slot.memory || map.key == kGone);
   remote_bytes_ -= slot.bytes;
@@ -46,12 +46,12 @@ void Connection::on_map(const Map& map) {
 }
 
 std::shared_ptr<RemoteMemory> Connection::open_remote(const Map& map, Fd descriptor) {
-  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key.empty() ? "the source cannot let its memory be read" : printable(map.key));
+  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key.empty() ? "the source cannot share this memory" : printable(map.key));
   if (map.lane == Lane::Ucx) {
     if (!tools_.ucx) throw Error(Code::no_lane, "this agent does not use UCX");
     return tools_.ucx->open(session, map);
   }
-  if (map.lane != Lane::Mapped && map.lane != Lane::Cma) throw Error(Code::no_lane, "not a lane that memory is read by");
+  if (map.lane != Lane::Mapped && map.lane != Lane::Cma) throw Error(Code::no_lane, "not a one-sided lane");
   if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory of this host is read over a Unix socket only");
   if (map.lane == Lane::Mapped) return open_mapped(map, std::move(descriptor), tools_.copier);
   if (!cma_peer_) cma_peer_ = std::make_shared<CmaPeer>(fd_.get(), peer_nonce_);
@@ -67,8 +67,8 @@ std::shared_ptr<RemoteMemory> Connection::take_new_remote() {
 
 std::shared_ptr<const RemoteMemory> Connection::remote(uint32_t id, Lane lane) const {
   const auto found = remotes_.find({id, lane});
-  if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
-  // Of memory that is gone the source says more under this transfer's own id, which is on its way: another lane would do no better.
+  if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not share its memory for this lane");
+  // If the memory is gone, the source sends the cause under this transfer's own id, and another lane would fail too.
   if (!found->second.memory) throw Error(found->second.is_withdrawn ? Code::transport : Code::no_lane, found->second.refusal);
   return found->second.memory;
 }
@@ -102,7 +102,7 @@ void Connection::withdraw_maps(const Withdrawn& gone) {
   }
 }
 
-// `serial`: of the memory that is described; 0 where there is none. `region`: its descriptor goes with the frame.
+// `serial`: of the described memory; 0 if there is none. `region`: its descriptor goes with the frame.
 Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const {
   Map map;
   map.pool = id;
@@ -128,7 +128,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
     ucx = pool->ucx;
     is_exposed = pool->info.is_exposed;
     is_device = pool->device != nullptr;
-    is_checked = pool->info.checks;
+    is_checked = pool->info.has_checksums;
     if (pool->info.is_shareable) shared_region = pool->region;
   }
   const auto refuse = [&](const char* why) {
@@ -142,7 +142,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
   } else if (is_device && lane != Lane::Ucx) {
     refuse("the source's memory is on a device");
   } else if (is_device && is_checked) {
-    refuse("checksums of memory on a device are taken by stream and unix alone");
+    refuse("only stream and unix compute checksums of device memory");
   } else if (lane == Lane::Mapped && kind_ == SessionKind::Unix && shared_region) {
     region = std::move(shared_region);
   } else if (lane == Lane::Mapped) {

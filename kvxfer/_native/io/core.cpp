@@ -11,7 +11,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint32_t kSmallPost = 1024;  // pieces; larger posts leave the sending to the IO thread
+constexpr uint32_t kSmallPost = 1024;  // elements; larger posts leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
   if (limits.notification_bytes_max > kNotificationMax) {
@@ -48,7 +48,7 @@ Core::Core(AgentRef self, EndpointLimits limits, CoreOptions options)
   }
 }
 
-// Null where the lane is off, or cannot be had for this memory: a read by it then goes on by another lane.
+// Null if the lane is off, or cannot use this memory: a read by it then continues by another lane.
 std::shared_ptr<UcxMemory> Core::ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device) const {
   if (!ucx_ || (is_device && !ucx_->has_cuda())) return nullptr;
   try {
@@ -92,7 +92,7 @@ void Core::start() {
   } catch (const std::system_error& error) {
     std::lock_guard lock(loop_mutex_);
     loop_.reset();
-    throw Error(Code::limit_exceeded, std::string("no thread can be had: ") + error.what());
+    throw Error(Code::limit_exceeded, std::string("cannot start a thread: ") + error.what());
   }
 }
 
@@ -115,7 +115,7 @@ void Core::close() {
   is_bound_ = false;
 }
 
-// One round of the event loop on this thread. Returns false where this thread may not run it, or another thread does.
+// One round of the event loop on this thread. Returns false if this thread may not run it, or another thread does.
 bool Core::progress(bool looks) {
   if (!is_run_by_callers() || owner_ != this_process()) return false;  // a forked child's sockets and epoll are the parent's
   const std::unique_lock lock(loop_mutex_, std::try_to_lock);
@@ -125,7 +125,7 @@ bool Core::progress(bool looks) {
 std::vector<OwnerEvent> Core::drain() {
   if (!shared_.has_events()) progress(true);
   if (shared_.has_events() || shared_.owes_signal()) return shared_.take_events();
-  // A program that polls in a loop never sleeps, and the kernel may have put the peer that is to answer on the same processor.
+  // A program that polls in a loop never sleeps, and the kernel may have put the peer on the same processor.
   if (is_run_by_callers()) ::sched_yield();
   return {};
 }
@@ -166,21 +166,21 @@ void Core::add_region(const RegionInfo& info, std::shared_ptr<Region> region, ui
 }
 
 void Core::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                 uint32_t ready_blocks, const Bytes32& content) {
+                 uint32_t ready_blocks, const Bytes32& content_digest) {
   const std::shared_ptr<const Pool> own = shared_.pool(pool);
-  const bool is_summed = own && own->info.checks && ready_blocks != 0;
+  const bool is_checksummed = own && own->info.has_checksums && ready_blocks != 0;
   const auto count = static_cast<uint32_t>(blocks.size());
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_summed ? 0 : ready_blocks, now, out, content);
+    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_checksummed ? 0 : ready_blocks, now, out, content_digest);
   });
-  if (is_summed) ready(id, ready_blocks, 0, ready_blocks == count);
+  if (is_checksummed) ready(id, ready_blocks, 0, ready_blocks == count);
 }
 
 void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
   const auto becoming = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
   auto [pool, list] = shared_.look(becoming);
-  std::vector<uint32_t> sums;
-  // The grant may end meanwhile; its pool may not go: a thread that removes it waits.
+  std::vector<uint32_t> checksums;
+  // The grant may end meanwhile, but its pool stays: a thread that removes it waits.
   struct Looking {
     ~Looking() {
       if (number != 0) shared.gathers_ended({number});
@@ -191,15 +191,15 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; looking.number != 0) {
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
-    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // memory on a device is summed while it is sent
-      RunningSums running(memory, extent, RunningSums::Bytes::Anywhere, "source");
+    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // the checksums of memory on a device are taken while it is sent
+      RunningChecksums running(memory, extent, RunningChecksums::Bytes::Anywhere, "source");
       running.advance(count * memory.pool->info.block_bytes);
-      sums = running.sums();
+      checksums = running.checksums();
     }
   }
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    if (becoming(endpoint).second.size() != sums.size()) sums.clear();  // another thread announced them too
-    endpoint.ready(id, blocks, layers, complete, now, out, sums);
+    if (becoming(endpoint).second.size() != checksums.size()) checksums.clear();  // another thread announced them too
+    endpoint.ready(id, blocks, layers, complete, now, out, checksums);
   });
 }
 

@@ -10,9 +10,9 @@ namespace kvxfer {
 struct CoreOptions {
   std::string bind_host;
   uint16_t bind_port = 0;
-  std::string unix_path;       // empty: none
+  std::string unix_path;       // empty: no Unix socket
   UcxOptions ucx;
-  unsigned copy_threads = 0;   // of `mapped` and `cma`, the IO thread being one of them; 0: as processors are idle
+  unsigned copy_threads = 0;   // of `mapped` and `cma`, the IO thread among them; 0: as many as processors are idle
   ProgressMode progress = ProgressMode::Thread;
 };
 
@@ -24,14 +24,14 @@ class Core {
   ~Core() { close(); }
 
   void start();
-  // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory and
-  // nothing else of the core, it leaves alone what is the parent's.
+  // Joins the thread. Idempotent; concurrent calls wait for the same end. In a forked child, which has only a copy of the memory,
+  // it touches nothing that belongs to the parent.
   void close();
-  // Sleeps until the owner has more to take than progress, a signal came or it is `until`; with ProgressMode::Caller this thread
-  // runs the event loop meanwhile, unless another thread does. Returns whether there is anything to take.
+  // Sleeps until there are events other than progress, a signal came or it is `until`. With ProgressMode::Caller this thread runs
+  // the event loop meanwhile, unless another thread does. Returns whether there are events.
   bool wait(Nanos until);
-  // What there is to take. Never waits; with ProgressMode::Caller, and where there is nothing, this thread first does one round of
-  // the event loop, unless another thread runs it.
+  // Takes the events. Never waits; with ProgressMode::Caller, if there are none, this thread first does one round of the event
+  // loop, unless another thread runs it.
   std::vector<OwnerEvent> drain();
   bool is_run_by_callers() const { return options_.progress == ProgressMode::Caller; }
 
@@ -42,25 +42,25 @@ class Core {
   const std::string& ucx_obstacle() const { return ucx_obstacle_; }  // why the `ucx` lane is off; empty: it is on
 
   void add_pool(const PoolInfo& info, std::shared_ptr<Region> region, std::vector<Segment> segments);
-  // `device`: the number of the CUDA device that `address` lies on; below 0: it is the host's. Throws Error(no_lane) where
-  // the driver cannot be had.
+  // `device`: the number of the CUDA device that has `address`; below 0: host memory. Throws Error(no_lane) if the driver cannot be
+  // used.
   void add_pool(const PoolInfo& info, uint8_t* address, uint64_t bytes, std::vector<Segment> segments, int device = -1);
-  // `address` and `device` are looked at only where there is no `region`.
+  // `address` and `device` are ignored if there is a `region`.
   void add_region(const RegionInfo& info, std::shared_ptr<Region> region, uint8_t* address, int device = -1);
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-             const Bytes32& content);
-  // Each returns at once, and none waits for a socket or a peer. With ProgressMode::Caller this thread does a round of the event loop
-  // for it, where it is small.
+             const Bytes32& content_digest);
+  // Each returns at once, and none waits for a socket or a peer. With ProgressMode::Caller this thread does a round of the event
+  // loop for a small operation.
   void pull(uint32_t pool, TransferSpec spec);
   void fetch(PostSpec spec);
   void push(PostSpec spec);
   uint64_t notify(const AgentRef& to, std::string payload);
-  // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checks:
-  // taken here, on the caller's thread.
+  // Tells the machines how many of a grant's blocks are ready. If the pool has checksums, the caller's thread computes those of the
+  // new blocks here.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);
 
  private:
-  // Calls `act` on the endpoint, and sees to it that the event loop performs what follows from it.
+  // Calls `act` on the endpoint, and makes sure that the event loop performs its effects.
   template <class F>
   void act(bool is_small, F&& act);
   bool progress(bool looks);

@@ -9,8 +9,8 @@ namespace {
 constexpr int kEventsMax = 64;
 constexpr int kPassesMax = 4;                   // over effects before sockets are looked at again
 constexpr size_t kPortionOfCall = 128 << 10;    // of a call that does not wait
-constexpr size_t kWarmingMax = 1024;            // memory beyond it is read as well, the first time more slowly
-constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does not tell of its copies
+constexpr size_t kPrefaultingMax = 1024;        // memory beyond it can be read too, with slower first reads
+constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does not report its copies
 
 }  // namespace
 
@@ -33,13 +33,13 @@ void EventLoop::run() noexcept {
     while (!shared_.is_shut()) {
       Nanos until = round();
       tell_caller();
-      if (until != 0 && warm_some()) until = 0;
+      if (until != 0 && prefault_some()) until = 0;
       sleep(lock, until, Poller::Sleeper::IoThread);
     }
   } catch (const std::exception& error) {
     fail(error);
   }
-  if (has_caller_) shared_.wake();  // this thread may have taken the wake that was meant for it too
+  if (has_caller_) shared_.wake();  // this thread may have consumed the wake of the caller
   caller_left_.wait(lock, [this] { return !has_caller_; });
   try {
     if (!shared_.has_failed()) close_all();
@@ -75,7 +75,7 @@ bool EventLoop::progress_until(std::unique_lock<std::mutex>& lock, Nanos until) 
       if (shared_.has_news() || !sleep(lock, std::min(next, until), Poller::Sleeper::Caller)) break;
       next = 0;
     }
-    if (next == 0 && !shared_.is_shut()) next = round();  // what the last sleep brought
+    if (next == 0 && !shared_.is_shut()) next = round();  // handles the result of the last sleep
     hand_over(with_ucx(next));
     poller_.unmask();
   } catch (const std::exception& error) {
@@ -87,19 +87,19 @@ bool EventLoop::progress_until(std::unique_lock<std::mutex>& lock, Nanos until) 
   return true;
 }
 
-// A caller leaves the loop, where something is due at `next` (0: now). The IO thread sees to it from here on; also to the end of
-// the endpoint, whose wake this caller may have taken.
+// A caller leaves the loop while something is due at `next` (0: now). The IO thread takes over, also for the end of the endpoint,
+// whose wake this caller may have consumed.
 void EventLoop::hand_over(Nanos next) {
   if (next < thread_sleeps_until_ || shared_.is_shut()) shared_.wake();
 }
 
-// The caller inside progress_until() may be asleep while another thread's round brings the news that it waits for.
+// The caller inside progress_until() may sleep while another thread's round brings the event that it waits for.
 void EventLoop::tell_caller() {
   if (has_caller_ && shared_.has_news()) shared_.wake();
 }
 
-// Sleeps, without the mutex, until a socket is ready or it is `until` (0: only looks), and dispatches what is ready. Returns
-// false where a signal ended the sleep.
+// Sleeps, without the mutex, until a socket is ready or it is `until` (0: only checks), and dispatches ready ones. Returns false if
+// a signal ended the sleep.
 bool EventLoop::sleep(std::unique_lock<std::mutex>& lock, Nanos until, Poller::Sleeper sleeper) {
   if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() ? std::min(until, tools_.ucx->wake_by()) : 0;
   statistics_.wakeups.add();
@@ -129,7 +129,7 @@ void EventLoop::dispatch(const epoll_event* events, int count) {
   for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
 }
 
-// `until`, or earlier where the IO thread must look after what UCX has in flight: UCX wakes a thread only where it was armed.
+// `until`, or earlier if the IO thread must check UCX operations in flight: UCX wakes a thread only if it was armed.
 Nanos EventLoop::with_ucx(Nanos until) {
   if (until == 0 || !tools_.ucx) return until;
   const bool is_armed = tools_.ucx->may_sleep();
@@ -144,7 +144,7 @@ void EventLoop::fail(const std::exception& error) noexcept {
 
 // --- one round ---
 
-// Returns until when nothing is due but what sockets bring; 0: more is due at once.
+// Returns the time of the next work apart from sockets; 0: more is due at once.
 Nanos EventLoop::round() {
   const Nanos now = monotonic_now();
   tick_own(now);
@@ -168,7 +168,7 @@ Nanos EventLoop::round() {
   uncork();
   if (!is_quiet || has_more || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
   if (tools_.staging->is_busy()) until = std::min(until, now + kCopiesRest);
-  // A deadline that a tick has just left in the past must not make this loop spin.
+  // A deadline that a tick left in the past must not make this loop spin.
   return until <= now ? now + kMillisecond : until;
 }
 
@@ -186,10 +186,10 @@ void EventLoop::on_ready(Key key, uint32_t events) {
   try {
     found->second->receive(portion_);
     while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) {
-      if (warming_.size() < kWarmingMax) warming_.push_back(memory);
+      if (prefaulting_.size() < kPrefaultingMax) prefaulting_.push_back(memory);
     }
   } catch (const Error& error) {
-    perform_now();  // its last frames may have said why it ends
+    perform_now();  // its last frames may explain the end
     if (connections_.count(key) != 0) lose(key, error);
   }
 }

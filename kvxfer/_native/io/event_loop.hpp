@@ -84,7 +84,7 @@ class EventLoop {
   void flush_touched();
   void uncork();
   void watch(Key key, Connection& connection);
-  bool warm_some();  // true: there is more
+  bool prefault_some();  // true: there is more
 
   // event_loop_end.cpp
   void settle_copies();
@@ -105,7 +105,7 @@ class EventLoop {
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
   Reads reads_;
-  std::deque<std::weak_ptr<RemoteMemory>> warming_;
+  std::deque<std::weak_ptr<RemoteMemory>> prefaulting_;
   std::vector<Key> touched_;  // connections that may have something to send, or to be watched for
   std::vector<Key> corked_;   // connections whose last bytes the kernel holds back
   Key next_key_ = kStagingKey + 1;

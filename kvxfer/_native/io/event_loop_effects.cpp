@@ -1,4 +1,4 @@
-// How the event loop performs what the endpoint asks for, and sends what waits on its connections.
+// How the event loop performs the endpoint's effects, and flushes its connections.
 #include <algorithm>
 
 #include "event_loop.hpp"
@@ -6,7 +6,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
+constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // in addition to our own notifications
 
 }  // namespace
 
@@ -64,9 +64,9 @@ void EventLoop::perform(ReadBlocks& effect) {
   const Lane lane = effect.lane;
   try {
     const OwnMemory memory = shared_.find(effect.to);
-    if (!memory) throw Error(Code::internal, "a read into memory that is not there");
+    if (!memory) throw Error(Code::internal, "a read into missing memory");
     if (memory.device && lane != Lane::Ucx) throw Error(Code::no_lane, "the reader's memory is on a device");
-    if (memory.device && !effect.sums.empty()) throw Error(Code::no_lane, "checksums of memory on a device are taken by stream and unix alone");
+    if (memory.device && !effect.checksums.empty()) throw Error(Code::no_lane, "only stream and unix compute checksums of device memory");
     const Connection* connection = find(effect.session);
     if (connection == nullptr || connection->is_closing()) throw Error(Code::transport, "the session ended");
     reads_.add(open_read(std::move(effect), [&](uint32_t remote) { return connection->remote(remote, lane); }, memory));
@@ -76,7 +76,7 @@ void EventLoop::perform(ReadBlocks& effect) {
   }
 }
 
-// Comes after the effects of the same moment: a reader learns that its grant is revoked before it finds the memory gone.
+// Runs after the effects of the same moment: a reader learns that its grant is revoked before it finds the memory gone.
 void EventLoop::withdraw(const std::vector<Withdrawn>& gone) {
   if (gone.empty()) return;
   for (auto& [key, connection] : connections_) {
@@ -90,16 +90,16 @@ void EventLoop::stop_reads(const TransferId& id) {
   reads_.stop(id);
 }
 
-bool EventLoop::warm_some() {
-  while (!warming_.empty()) {
-    const std::shared_ptr<RemoteMemory> memory = warming_.front().lock();
-    if (memory && memory->warm()) return true;
-    warming_.pop_front();
+bool EventLoop::prefault_some() {
+  while (!prefaulting_.empty()) {
+    const std::shared_ptr<RemoteMemory> memory = prefaulting_.front().lock();
+    if (memory && memory->prefault()) return true;
+    prefaulting_.pop_front();
   }
   return false;
 }
 
-// --- what waits to go out ---
+// --- outgoing frames ---
 
 void EventLoop::flush_touched() {
   std::vector<Key> touched = std::exchange(touched_, {});
@@ -114,13 +114,13 @@ void EventLoop::flush_touched() {
       watch(key, *found->second);
     } catch (const Error& error) {
       if (error.code() == Code::internal) throw;
-      on_ready(key, EPOLLIN);  // reads what the peer said before it closed, and finds the end behind it
+      on_ready(key, EPOLLIN);  // reads what the peer sent before it closed, and then finds the end
       if (connections_.count(key) != 0) lose(key, error);
     }
   }
 }
 
-// Blocks that no frame followed: they are not the last of their transfer.
+// Blocks without a following frame are not the last of their transfer.
 void EventLoop::uncork() {
   for (const Key key : std::exchange(corked_, {})) {
     if (const auto found = connections_.find(key); found != connections_.end()) found->second->uncork();

@@ -1,5 +1,5 @@
-// How the event loop sees to copies between devices and pinned memory (lanes/staging.hpp), and how the loop ends: nothing may
-// land any more, or the memory where something may is kept for ever.
+// Copies between devices and pinned memory (lanes/staging.hpp), and the end of the loop: nothing may land any more, or memory that
+// may still be written is kept for ever.
 #include <poll.h>
 
 #include "event_loop.hpp"
@@ -22,7 +22,7 @@ void EventLoop::settle_copies() {
   for (const Key key : paused) on_ready(key, EPOLLIN);
 }
 
-// Waits for all copies that are under way.
+// Waits for all copies in progress.
 void EventLoop::finish_copies(Nanos until) { report_copies(tools_.staging->finish(until)); }
 
 void EventLoop::finish_reads(Nanos until) {
@@ -35,7 +35,7 @@ void EventLoop::finish_reads(Nanos until) {
 void EventLoop::close_all() {
   Nanos ignored = kNever;
   for (Effect& effect : shared_.take_effects(ignored, ignored)) {
-    // A MAP goes with its READY: without it the reader would give the lane up.
+    // A MAP goes with its READY: without it the reader would leave the lane.
     const bool is_said = std::holds_alternative<SendFrame>(effect) || std::holds_alternative<SendMap>(effect);
     if (is_said || std::holds_alternative<Hangup>(effect)) perform(effect);
   }
@@ -56,7 +56,7 @@ void EventLoop::close_all() {
   reads_.work(0);
 }
 
-// Connections go first, which cancels what is in flight on them. Only at the end is the owner told of a failure.
+// Connections close first, which cancels their transfers. The owner learns of a failure only at the end.
 void EventLoop::end() noexcept {
   connections_.clear();
   by_session_.clear();

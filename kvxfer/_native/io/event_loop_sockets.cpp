@@ -1,4 +1,4 @@
-// How connections of the event loop come and go: accepted, dialed, lost, closed.
+// How connections of the event loop begin and end: accepted, dialed, lost, closed.
 #include <sys/random.h>
 #include <sys/socket.h>
 
@@ -61,14 +61,14 @@ void EventLoop::start_dial(const Dial& dial) {
   statistics_.dials.add();
   try {
     const std::optional<PeerAddress> address = shared_.address(dial.peer);
-    if (!address) throw Error(Code::peer_gone, "the peer is not known any more");
+    if (!address) throw Error(Code::peer_gone, "the peer is no longer known");
     if (dial.kind == SessionKind::Unix && address->unix_path.empty()) throw Error(Code::no_lane, "the peer has no Unix socket on this host");
     if (dial.kind == SessionKind::Tcp && address->tcp_port == 0) throw Error(Code::no_lane, "the peer has no TCP address");
-    if (dial.kind == SessionKind::Memory) throw Error(Code::no_lane, "the memory lane joins simulated agents only");
+    if (dial.kind == SessionKind::Memory) throw Error(Code::no_lane, "the memory lane only joins simulated agents");
     Fd fd = dial.kind == SessionKind::Unix ? dial_unix(address->unix_path) : dial_tcp(address->tcp_host, address->tcp_port);
     const Key key = next_key_++;
     poller_.add(fd.get(), EPOLLOUT, key);
-    // The kernel repeats a lost SYN after a second at the soonest. An agent that gives a peer up so soon begins anew before.
+    // The kernel repeats a lost SYN after one second at the earliest. An agent with a shorter patience dials anew before.
     const Nanos patience = std::min(limits_.handshake_ns, std::max(limits_.transfers.reconnect_ns / 2, kDialMin));
     dialing_.emplace(key, Dialing{std::move(fd), dial.peer, dial.kind, monotonic_now() + patience});
   } catch (const Error& error) {
@@ -95,11 +95,11 @@ void EventLoop::dial_failed(const AgentRef& peer, SessionKind kind, Code code, c
   shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.dial_failed(peer, kind, code, text, now, out); });
 }
 
-// The connection broke, or its peer broke the protocol: then the peer is told, if it still listens.
+// The connection broke, or its peer broke the protocol: then the peer gets an ERROR, if it still listens.
 void EventLoop::lose(Key key, const Error& error) {
   if (error.code() == Code::internal) throw error;
   Connection& connection = *connections_.at(key);
-  if (connection.is_closing()) {  // we have hung up on it already
+  if (connection.is_closing()) {  // we have hung up already
     if (error.code() == Code::transport) remove(key);
     return;
   }
@@ -114,7 +114,7 @@ void EventLoop::lose(Key key, const Error& error) {
   close(key, error.code(), error.what());
 }
 
-// Sends what was queued first, then waits for the peer to hang up, at most kLinger.
+// Sends queued frames first, then waits for the peer to hang up, at most kLinger.
 void EventLoop::close(Key key, Code code, const std::string& text) {
   Connection& connection = *connections_.at(key);
   if (!connection.is_up()) {
@@ -132,7 +132,7 @@ void EventLoop::remove(Key key) {
   const auto found = connections_.find(key);
   if (found == connections_.end()) return;
   if (found->second->is_closing()) --closing_;
-  poller_.remove(found->second->fd());  // close() would not, where a forked child has the descriptor too
+  poller_.remove(found->second->fd());  // close() does not, if a forked child has the descriptor too
   connections_.erase(found);
 }
 

@@ -1,5 +1,5 @@
-// What lanes need beside sockets, once a core: threads that copy, the UCX worker, pinned memory. Made before the IO thread
-// starts; from then on only the thread that runs the event loop touches them.
+// What lanes need besides sockets, once per core: copying threads, the UCX worker, pinned memory. Made before the IO thread starts;
+// after that only the thread that runs the event loop touches them.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct LaneTools {
   std::unique_ptr<UcxWorker> ucx;  // null: that lane is off
   std::unique_ptr<Staging> staging;
   SplicePipes pipes;
-  // For bytes on their way to a decoder, or that are thrown away.
+  // Holds bytes for a decoder, or bytes to throw away.
   std::unique_ptr<uint8_t[]> scratch{new uint8_t[kScratchBytes]};
 };
 

@@ -11,11 +11,11 @@ namespace {
 
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
-constexpr size_t kSummedBytesMax = 256 * 1024;  // of a call whose bytes are summed first: they are still in the cache when it copies them
+constexpr size_t kChecksummedBytesMax = 256 * 1024;  // of a call whose bytes are checksummed first: they are still in the cache when it copies them
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
-constexpr size_t kLookRuns = 256;  // for the first byte that is not there
+constexpr size_t kLookRuns = 256;  // to find the first unreadable byte
 
 uint8_t* zeros() {
   static uint8_t bytes[kZerosBytes];
@@ -47,7 +47,7 @@ void Outbox::abandon_data() {
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
 }
 
-// No payload that waits here keeps memory alive whose grant has ended.
+// Queued payloads keep no memory alive whose grant has ended.
 void Outbox::withdraw(SharedEndpoint& shared) {
   for (Item& item : items_) {
     if (!item.payload || item.payload->has_ended) continue;
@@ -60,9 +60,9 @@ void Outbox::withdraw(SharedEndpoint& shared) {
   }
 }
 
-bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_lent && payload.left != 0; }
+bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_zero_copy && payload.left != 0; }
 
-// Puts the next part of the payload into the pipe. False where it cannot go that way.
+// Puts the next part of the payload into the pipe. False if it cannot be sent zero-copy.
 bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   iovec runs[kSpliceRunsMax];
   size_t bytes = 0;
@@ -74,7 +74,7 @@ bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   return pipe_ && pipe_->fill(runs, count);
 }
 
-// Adds what may go out of an item's payload now. Where those are blocks, `sending` has begun.
+// Adds the part of an item's payload that may go out now. For blocks, `sending` has begun.
 void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes) {
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
@@ -88,16 +88,16 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
-    const size_t looked = payload.frame.has_sums ? std::min(size, kSummedBytesMax) : size;
-    payload.sum(data, looked);
+    const size_t looked = payload.frame.has_checksums ? std::min(size, kChecksummedBytesMax) : size;
+    payload.add_checksums(data, looked);
     vectors[count++] = {const_cast<uint8_t*>(data), looked};
     bytes += looked;
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    const size_t bytes_max = payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
+    const size_t bytes_max = payload.frame.has_checksums ? kChecksummedBytesMax : kSendBytesMax;
     const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
-    if (payload.frame.has_sums) payload.sum(looked);
+    if (payload.frame.has_checksums) payload.add_checksums(looked);
     count += used;
     bytes += looked;
     left -= looked;
@@ -111,27 +111,27 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     left -= zero_bytes;
   }
   if (left == 0 && payload.trailer_left != 0 && count != kIovecsMax) {
-    const auto [sums, size] = payload.trailer();
-    vectors[count++] = {const_cast<char*>(sums), size};
+    const auto [checksums, size] = payload.trailer();
+    vectors[count++] = {const_cast<char*>(checksums), size};
     bytes += size;
   }
 }
 
-void Outbox::give_up(OutgoingBlocks& payload, const std::string& text) {
+void Outbox::abandon(OutgoingBlocks& payload, const std::string& text) {
   payload.end();
   pipe_.reset();
   unreadable_.push_back({payload.frame.id, payload.serial, text});
 }
 
-// As send(), for the first item's payload, without a copy. Where its grant has ended, or its pages cannot be referenced, the rest goes
-// out as other payloads do.
+// As send(), for the first item's payload, zero-copy. If its grant has ended, or its pages cannot be referenced, the rest goes out
+// like other payloads.
 bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   OutgoingBlocks& payload = *items_.front().payload;
   Sending sending(shared);
   const bool is_looking = sending.begin(payload.frame.id, payload.serial);
   if (!is_looking || !(pipe_ || fill_pipe(payload))) {
-    payload.is_lent = false;
-    pipe_.reset();  // with the references that it holds
+    payload.is_zero_copy = false;
+    pipe_.reset();  // with the references in it
     sending.end();
     return send(fd, shared, finished, may_cork);
   }
@@ -153,7 +153,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   }
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
-  bool is_more = false;  // a payload that goes out without a copy follows
+  bool is_more = false;  // a zero-copy payload follows
   OutgoingBlocks* looked = nullptr;
   Sending sending(shared);
   int passed_fd = -1;
@@ -175,7 +175,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
       gather(item, sending, vectors, count, bytes);
     } catch (const Error& error) {
       if (error.code() != Code::memory_gone) throw;
-      give_up(*item.payload, error.what());
+      abandon(*item.payload, error.what());
       return true;
     }
     looked = item.payload.get();
@@ -197,23 +197,23 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
   const OutgoingBlocks* const last = items_.back().payload.get();
-  may_cork = may_cork && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
+  may_cork = may_cork && last != nullptr && !last->frame.is_zero_copy && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_cork || is_more ? MSG_MORE : 0));
   const int error = errno;
-  // The kernel takes the bytes before an unreadable one first: this one is where the payload goes on.
+  // The kernel takes the bytes before an unreadable one first: the payload continues at this byte.
   if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
     iovec runs[kLookRuns];
     size_t next = 0;
     const size_t there = readable_bytes(runs, looked->walk.gather(runs, kLookRuns, kSendBytesMax, next));
     const uint64_t at = looked->payload_bytes() - looked->left + there;
-    give_up(*looked, memory_gone("source", *looked->memory.layout, looked->extent, at).what());
+    abandon(*looked, memory_gone("source", *looked->memory.layout, looked->extent, at).what());
     return true;
   }
   sending.end();
   return took(sent, error, bytes, may_cork, finished);
 }
 
-// After a system call that was to send `bytes`. Returns whether the kernel may take more now.
+// Called after a system call for `bytes`. Returns whether the kernel may take more now.
 bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished) {
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
@@ -240,9 +240,9 @@ void Outbox::consume(size_t bytes, std::vector<Sent>& finished) {
       payload.sent(part);
       bytes -= part;
       statistics_.bytes_streamed_out.add(part);
-      const size_t sums = std::min(bytes, payload.trailer_left);
-      payload.trailer_left -= sums;
-      bytes -= sums;
+      const size_t checksums = std::min(bytes, payload.trailer_left);
+      payload.trailer_left -= checksums;
+      bytes -= checksums;
       if (!payload.is_done()) return;
       finished.push_back({payload.frame, payload.serial});
     }

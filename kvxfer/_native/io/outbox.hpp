@@ -1,8 +1,8 @@
-// What waits to go out on one connection, first in, first out: frames, frames with a descriptor, frames with blocks.
+// The queue of one connection, first in, first out: frames, frames with a descriptor, frames with blocks.
 //
-// Blocks are read only while their grant is alive, which is asked before every system call. The rest of a frame whose grant
-// ended meanwhile goes out as zeros: the peer was promised so many bytes, and they are never confirmed. Blocks that are sent
-// without a copy go out as references to their pages (lanes/splice.hpp).
+// Blocks are read only while their grant is alive, which is checked before every system call. If the grant ended meanwhile, the
+// rest of its frame goes out as zeros: the header promised so many bytes, and they are never confirmed. Zero-copy blocks go out as
+// references to their pages (lanes/splice.hpp).
 #pragma once
 
 #include <sys/uio.h>
@@ -22,7 +22,7 @@ struct Sent {
   uint64_t serial;  // of the grant
 };
 
-// A payload, some memory of which is gone. The rest of it goes out as zeros, and must never be confirmed.
+// A payload with memory that is gone. Zeros replace the rest of it, and it must never be confirmed.
 struct Unreadable {
   TransferId id;
   uint64_t serial;
@@ -40,22 +40,22 @@ class Outbox {
   void push_map(const Map& map, std::shared_ptr<Region> region);  // `region`: of the descriptor beside it, or none
   void push_data(SendData send, OwnMemory memory, Staging& staging);
   bool is_empty() const { return items_.empty(); }
-  bool is_waiting() const { return is_waiting_; }  // for bytes out of a device, not for the kernel
-  size_t frame_bytes() const { return frame_bytes_; }  // queued, payload not counted
-  // Drops frames that carry blocks and have not begun. A frame that has begun goes on as before: while its grant is alive the
-  // reader may have it confirmed over another session, and then takes the bytes that came for those of the blocks.
+  bool is_waiting() const { return is_waiting_; }  // for bytes of a device, which the kernel cannot read
+  size_t frame_bytes() const { return frame_bytes_; }  // queued, without payload
+  // Drops frames with blocks that have not begun. A frame that has begun continues: while its grant is alive, the reader may get it
+  // confirmed over another session, and then counts the received bytes as the blocks.
   void abandon_data();
 
-  void withdraw(SharedEndpoint& shared);  // some memory is not registered any more
+  void withdraw(SharedEndpoint& shared);  // some memory is no longer registered
 
   // One system call. Returns whether the kernel may take more now; appends to `finished` the payloads whose last byte it took.
-  // `may_cork`: over TCP, the kernel may hold the end of a payload back (MSG_MORE) for what is sent next, usually the verdict.
-  // See is_corked(). Throws Error(transport).
+  // `may_cork`: over TCP, the kernel may hold back the end of a payload (MSG_MORE) to send it with the next frame, usually the
+  // verdict. See is_corked(). Throws Error(transport).
   bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
-  // Payloads that were found unreadable since the last call. They are reported before anything else of them is.
+  // Payloads that turned out unreadable since the last call. The caller reports them before all other events about them.
   std::vector<Unreadable> take_unreadable() { return std::exchange(unreadable_, {}); }
   size_t sent_last() const { return sent_last_; }
-  bool is_corked() const { return is_corked_; }  // the kernel has all of it, and holds the end back
+  bool is_corked() const { return is_corked_; }  // the kernel has all bytes, and holds the last ones back
   void uncork() { is_corked_ = false; }          // it was told to send
 
  private:
@@ -71,7 +71,7 @@ class Outbox {
   bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
   bool took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
-  void give_up(OutgoingBlocks& payload, const std::string& text);
+  void abandon(OutgoingBlocks& payload, const std::string& text);
   void consume(size_t bytes, std::vector<Sent>& finished);
 
   Statistics& statistics_;
@@ -81,7 +81,7 @@ class Outbox {
   bool is_waiting_ = false, is_corked_ = false;
   SplicePipes& pipes_;
   std::vector<Unreadable> unreadable_;
-  std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null
+  std::unique_ptr<SplicePipe> pipe_;  // holds the next bytes of the first item's payload, or null
 };
 
 }  // namespace kvxfer

@@ -10,7 +10,7 @@ namespace {
 constexpr Nanos kProgressPeriod = 5 * kMillisecond;
 constexpr size_t kNotificationEventBytes = 1024;  // so that empty notifications are bounded too
 constexpr size_t kOffersMax = 65536;
-constexpr size_t kRefusalsMax = 1024;             // anybody can cause them; they are counted elsewhere
+constexpr size_t kRefusalsMax = 1024;             // any peer can cause them; they are counted elsewhere
 
 }  // namespace
 
@@ -45,7 +45,7 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
   return is_signalled_ = true;
 }
 
-// Half of them at once, so that each costs little.
+// Half of them at once, so that the cost per event is small.
 void OwnerQueue::drop_offers() {
   size_t drop = kOffersMax / 2, kept = 0;
   offers_ -= drop;

@@ -1,5 +1,5 @@
-// What the owner of a core is told, in order, through one eventfd. Not thread-safe: the shared endpoint's mutex guards it,
-// but for signal(), which is called once the mutex was let go, so that the thread that wakes up does not run into it.
+// The events for the owner of a core, in order, with one eventfd. Not thread-safe: the shared endpoint's mutex guards it, except
+// for signal(), which is called after the mutex was released, so that the woken thread finds it free.
 #pragma once
 
 #include <unordered_map>
@@ -11,7 +11,7 @@
 namespace kvxfer {
 
 struct SessionRefused {  // a session that never came up
-  std::optional<AgentRef> peer;  // unknown where the connection ended before its HELLO
+  std::optional<AgentRef> peer;  // unknown if the connection ended before its HELLO
   SessionKind kind;
   Code code;
   std::string text;
@@ -28,18 +28,18 @@ class OwnerQueue {
   OwnerQueue();
 
   int fd() const { return fd_.get(); }
-  // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
-  // else is there its signal waits until due(): an owner woken for every chunk takes the processor that moves the bytes, and of
-  // a short transfer it hears only the end. Of a transfer that is final no progress is taken: its end says more. Of ended
-  // offers, which peers cause and no thread waits for, the oldest of too many are dropped.
+  // Returns whether to signal the owner now. Only the newest progress of a transfer is kept, and progress alone is signalled only
+  // at due(): waking the owner for every chunk would take the processor that moves the bytes, and for a short transfer the owner
+  // needs only the end. Progress of a final transfer is dropped. Of ended offers, which peers cause and no thread waits for, the
+  // oldest beyond a limit are dropped.
   bool push(OwnerEvent event, Nanos now);
   Nanos due() const { return due_; }
   bool is_due(Nanos now);  // true once
   void signal();
   std::vector<OwnerEvent> take();
-  // Events that were taken are yet to be signalled: take() once more then.
+  // Some taken events are still to be signalled: then call take() once more.
   bool owes_signal() const { return signals_owed_ != 0; }
-  // The bytes of notifications that wait here: their payload, and a little for each.
+  // The bytes of notifications in this queue: their payload, and a little for each.
   size_t notification_bytes() const { return notification_bytes_; }
 
  private:
@@ -52,7 +52,7 @@ class OwnerQueue {
   size_t notification_bytes_ = 0, refusals_ = 0, offers_ = 0;
   bool is_signalled_ = false;
   Nanos due_ = kNever;
-  uint64_t signals_owed_ = 0;  // decided, and not yet read from the eventfd: perhaps not even written
+  uint64_t signals_owed_ = 0;  // decided on, and not yet read from the eventfd, perhaps not yet written
 };
 
 }  // namespace kvxfer

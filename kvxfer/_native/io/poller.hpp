@@ -25,19 +25,18 @@ class Poller {
   // Each throws Error(internal).
   void add(int fd, uint32_t events, Key key) { control(epoll_, EPOLL_CTL_ADD, fd, events, key); }
   void change(int fd, uint32_t events, Key key) { control(epoll_, EPOLL_CTL_MOD, fd, events, key); }
-  void remove(int fd);  // also where the kernel removed it already
+  void remove(int fd);  // also if the kernel removed it already
 
-  // Makes the IO thread's own epoll, once, after every descriptor was added that is an epoll itself (UCX): the kernel bounds
-  // how deep they are nested. Where the kernel refuses, mask() does nothing, and a socket wakes both threads.
+  // Makes the IO thread's own epoll, once, after every descriptor was added that is an epoll itself (UCX): the kernel limits how
+  // deep they nest. If the kernel refuses, mask() does nothing, and a socket wakes both threads.
   void make_thread_epoll();
-  // From here on, until unmask(), sockets do not wake the IO thread. Each throws Error(internal).
+  // From now until unmask(), sockets do not wake the IO thread. Each throws Error(internal).
   void mask() { set_mask(0); }
   void unmask() { set_mask(EPOLLIN); }
 
-  // What is ready now. Below 0: errno says why. This and wait() need no mutex.
+  // Descriptors that are ready now. Below 0: errno has the reason. This and wait() need no mutex.
   int look(epoll_event* events, int size) const { return ::epoll_wait(epoll_.get(), events, size, 0); }
-  // The same, once something is ready, but no later than `until`, rounded up to milliseconds. 0 also where another thread saw to
-  // what was ready.
+  // The same once something is ready, at the latest at `until`, rounded up to milliseconds. Also 0 if another thread handled it.
   int wait(epoll_event* events, int size, Nanos until, Sleeper sleeper) const;
 
  private:

@@ -5,8 +5,8 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kSliceBytes = 4 << 20;       // between two looks at whether the blocks are still held
-constexpr size_t kSliceBytesMin = 512 << 10;  // of many reads at once: they take turns, and a call costs little beside it
+constexpr size_t kSliceBytes = 4 << 20;       // between two checks that the blocks are still held
+constexpr size_t kSliceBytesMin = 512 << 10;  // with many reads: they take turns, and a call costs little in comparison
 
 }  // namespace
 
@@ -77,9 +77,9 @@ void Reads::count(Lane lane, size_t bytes, const ReadJob::Effort& effort) {
 bool Reads::work(size_t budget) {
   has_new_ = false;
   settle_stopped();
-  size_t idle = 0;  // reads in a row that could do nothing now
+  size_t idle = 0;  // reads in a row without progress
   while (budget != 0 && idle < jobs_.size()) {
-    ReadJob* const job = jobs_.front().get();  // it stays there, whatever is thrown: it may be in flight
+    ReadJob* const job = jobs_.front().get();  // it stays there even if something throws: it may be in flight
     if (!shared_.may_land(job->session(), job->id(), job->token())) {
       stop(take_first(), Code::cancelled, "the transfer is over");
       continue;

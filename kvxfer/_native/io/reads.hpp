@@ -1,5 +1,5 @@
-// The reads by one-sided lanes that are under way. They take turns, in portions, and before each portion the endpoint is asked
-// whether the read still holds its blocks. Only the thread that runs the event loop touches them.
+// The one-sided reads in progress. They take turns, in portions; before each portion the endpoint is asked whether the read still
+// holds its blocks. Only the thread that runs the event loop touches them.
 #pragma once
 
 #include <deque>
@@ -18,7 +18,7 @@ class Reads {
     jobs_.push_back(std::move(job));
     has_new_ = true;
   }
-  // About `budget` bytes of what can be read now. True: there is more to be read at once.
+  // Reads about `budget` bytes. True: more can be read at once.
   bool work(size_t budget);
   void stop(const TransferId& id);  // the transfer is over
   void stop_all();                  // the core closes
@@ -26,7 +26,7 @@ class Reads {
   bool has_new() const { return has_new_; }  // since the last work()
   bool is_idle() const { return jobs_.empty() && stopped_.empty(); }
   bool is_in_flight() const;  // something may still land
-  // Keeps those in flight, and all that they use, for ever.
+  // Keeps those in flight, and all memory that they use, for ever.
   void keep();
 
  private:
@@ -45,7 +45,7 @@ class Reads {
   Statistics& statistics_;
   std::deque<std::unique_ptr<ReadJob>> jobs_;
   bool has_new_ = false;
-  std::vector<Stopped> stopped_;  // their ends are reported once nothing of them can land any more
+  std::vector<Stopped> stopped_;  // their ends are reported once nothing can land for them any more
 };
 
 }  // namespace kvxfer

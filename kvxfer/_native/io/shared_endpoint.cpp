@@ -13,15 +13,15 @@ namespace {
 
 constexpr size_t kNotificationBacklogMax = 64 << 20;
 constexpr size_t kEffectsBacklogMax = 512;
-constexpr auto kWithdrawWait = std::chrono::seconds(5);  // for the IO thread to let go of a region: a slice of a copy, a call
+constexpr auto kWithdrawWait = std::chrono::seconds(5);  // for the IO thread to release a region: a slice of a copy, a call
 
 bool is_confirmation(const Frame& frame) {
   const auto* verdict = std::get_if<Verdict>(&frame);
   return verdict != nullptr && verdict->code == Code::ok;
 }
 
-// Sleeps at most so long while `word` is `seen`; a signal or wake_sleepers() ends it earlier. A condition variable would not do: it
-// sleeps on after a signal, whose handler Python then could not run.
+// Sleeps while `word` is `seen`, up to a time limit; a signal or wake_sleepers() ends it earlier. A condition variable would go on
+// sleeping after a signal, whose handler Python then could not run.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, Nanos at_most) {
   const timespec timeout{at_most / 1'000'000'000, static_cast<long>(at_most % 1'000'000'000)};
   ::syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
@@ -50,11 +50,11 @@ void SharedEndpoint::check_open() const {
   if (is_shut_) throw Error(Code::closed, "the native core is closed");
 }
 
-// The owner's events go to the owner's queue, the other effects to the event loop, which also learns which sessions are up. An event
-// that gives back memory that is being sent from (the end of a grant, the drain of a push) is told after that send. The loop goes
-// on meanwhile, and what it tells of a transfer then must not overtake what is told here.
-void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
-  std::vector<OwnerEvent> told_after_send;
+// The owner's events go to the owner's queue, the other effects to the event loop, which also learns which sessions are up. An
+// event that gives back memory of a send in progress (the end of a grant, the drain of a push) is added after that send. The loop
+// runs on meanwhile, and its events for a transfer must not overtake those added here.
+void SharedEndpoint::deliver(LockScope& scope, bool is_io, Effects&& effects) {
+  std::vector<OwnerEvent> events_after_send;
   const Nanos now = monotonic_now();
   for (Effect& effect : effects) {
     std::visit(
@@ -63,12 +63,12 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
           if constexpr (is_alternative<E, OwnerEvent>) {
             if constexpr (std::is_same_v<E, SessionUp>) effects_.push_back(e);
             if constexpr (std::is_same_v<E, GrantEnded> || std::is_same_v<E, TransferDrained>) {
-              if (!is_io && sending_ && *sending_ == e.id) return told_after_send.emplace_back(std::move(e)), void();
+              if (!is_io && sending_ && *sending_ == e.id) return events_after_send.emplace_back(std::move(e)), void();
             }
-            push_event(turn, std::move(e), now, is_io);
+            push_event(scope, std::move(e), now, is_io);
           } else {
             if constexpr (std::is_same_v<E, SendFrame>) {
-              if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told that it is all over, and may have written
+              if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told of the end, and may have written
             }
             effects_.push_back(std::move(e));
           }
@@ -77,24 +77,24 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
   }
   if (!is_io && sleep_until_ != 0 && (!effects_.empty() || endpoint_.next_deadline() < sleep_until_)) {
     sleep_until_ = 0;
-    turn.must_wake = true;
+    scope.must_wake = true;
   }
-  if (is_io && removing_ != 0) endings_->reads.notify_all();  // perhaps it did
-  if (told_after_send.empty()) return;
-  wait_send_ended(turn.lock);
-  for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now(), is_io);
+  if (is_io && removing_ != 0) endings_->reads.notify_all();  // it may have
+  if (events_after_send.empty()) return;
+  wait_send_ended(scope.lock);
+  for (OwnerEvent& event : events_after_send) push_event(scope, std::move(event), monotonic_now(), is_io);
 }
 
-void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool is_io) {
+void SharedEndpoint::push_event(LockScope& scope, OwnerEvent&& event, Nanos now, bool is_io) {
   if (is_failure_told_) return;
   const bool is_news = !std::holds_alternative<TransferProgress>(event);
-  turn.must_signal |= events_.push(std::move(event), now);
+  scope.must_signal |= events_.push(std::move(event), now);
   has_events_.store(true, std::memory_order_release);
   if (!is_news) return;
   has_news_ = true;
   ++news_;
-  turn.must_tell |= news_waiters_ != 0;
-  turn.must_wake |= !is_io && caller_waits_;
+  scope.must_notify |= news_waiters_ != 0;
+  scope.must_wake |= !is_io && caller_waits_;
 }
 
 bool SharedEndpoint::wait_for_news(Nanos until) {
@@ -116,17 +116,17 @@ void SharedEndpoint::wait_gathers_ended(std::unique_lock<std::mutex>& lock) {
   if (keeps_memory()) throw Error(Code::internal, "copies out of this memory do not end");
 }
 
-SharedEndpoint::Turn::~Turn() {
+SharedEndpoint::LockScope::~LockScope() {
   lock.unlock();
   if (must_wake) shared_.wake();
-  if (must_tell) wake_sleepers(shared_.news_);
+  if (must_notify) wake_sleepers(shared_.news_);
   if (must_signal) shared_.events_.signal();
 }
 
 void SharedEndpoint::shut(const std::string& failure) {
-  Turn turn(*this);
+  LockScope scope(*this);
   is_shut_ = true;
-  turn.must_wake = turn.must_tell = true;
+  scope.must_wake = scope.must_notify = true;
   ++news_;
   if (failure_.empty()) failure_ = failure;
 }
@@ -137,9 +137,9 @@ bool SharedEndpoint::has_failed() const {
 }
 
 void SharedEndpoint::tell_failure() {
-  Turn turn(*this);
+  LockScope scope(*this);
   if (failure_.empty()) return;
-  push_event(turn, CoreFailed{failure_}, monotonic_now(), false);
+  push_event(scope, CoreFailed{failure_}, monotonic_now(), false);
   is_failure_told_ = true;
   endings_->reads.notify_all();  // a thread that takes a region back need not wait any more
 }
@@ -183,22 +183,22 @@ void SharedEndpoint::set_digest(uint32_t pool, const Bytes32& digest) {
 }
 
 void SharedEndpoint::remove_pool(uint32_t pool) {
-  Turn turn(*this);
+  LockScope scope(*this);
   check_open();
   endpoint_.remove_pool(pool);
   const auto found = pools_.find(pool);
   const Withdrawn gone{pool, found->second->serial};
   pools_.erase(found);
-  withdraw(turn, gone);
-  wait_send_ended(turn.lock);  // perhaps of a grant that another thread is just ending
-  wait_gathers_ended(turn.lock);
+  withdraw(scope, gone);
+  wait_send_ended(scope.lock);  // perhaps for a grant that another thread is ending
+  wait_gathers_ended(scope.lock);
 }
 
-// Peers that were told how to read it are to let go of it.
-void SharedEndpoint::withdraw(Turn& turn, Withdrawn gone) {
+// Peers with a map of it must unmap it.
+void SharedEndpoint::withdraw(LockScope& scope, Withdrawn gone) {
   withdrawn_.push_back(gone);
   has_withdrawn_.store(true, std::memory_order_release);
-  if (sleep_until_ != 0) turn.must_wake = true;
+  if (sleep_until_ != 0) scope.must_wake = true;
   sleep_until_ = 0;
 }
 
@@ -220,30 +220,30 @@ void SharedEndpoint::add_region(OwnRegion region) {
 }
 
 void SharedEndpoint::remove_region(uint32_t region) {
-  Turn turn(*this);
-  const auto give_up_at = std::chrono::steady_clock::now() + kWithdrawWait;
+  LockScope scope(*this);
+  const auto wait_until = std::chrono::steady_clock::now() + kWithdrawWait;
   for (;;) {
     check_open();
     try {
-      run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.remove_region(region, now, out); });
+      run(scope, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.remove_region(region, now, out); });
       break;
     } catch (const Error& error) {
-      // Where it is an own fetch that holds the region, nothing was done; else it is what peers' pushes still bring.
+      // If an own fetch holds the region, nothing was done; otherwise peers' pushes still drain.
       if (error.code() != Code::blocks_busy || !endpoint_.is_withdrawn(region)) throw;
     }
-    withdraw(turn, {region, OwnRegion::kSerial});  // what still fills it is found to be over
-    if (std::exchange(turn.must_wake, false)) wake();
-    if (std::exchange(turn.must_signal, false)) events_.signal();
+    withdraw(scope, {region, OwnRegion::kSerial});  // reads into it stop
+    if (std::exchange(scope.must_wake, false)) wake();
+    if (std::exchange(scope.must_signal, false)) events_.signal();
     ++removing_;
-    const bool is_late = endings_->reads.wait_until(turn.lock, give_up_at) == std::cv_status::timeout;
+    const bool is_late = endings_->reads.wait_until(scope.lock, wait_until) == std::cv_status::timeout;
     --removing_;
     if (is_late) throw Error(Code::blocks_busy, "peers' writes into region " + std::to_string(region) + " do not stop");
   }
   regions_.erase(region);
   region_table_.reset();
-  withdraw(turn, {region, OwnRegion::kSerial});
-  wait_send_ended(turn.lock);
-  wait_gathers_ended(turn.lock);
+  withdraw(scope, {region, OwnRegion::kSerial});
+  wait_send_ended(scope.lock);
+  wait_gathers_ended(scope.lock);
 }
 
 void SharedEndpoint::set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address) {
@@ -263,10 +263,10 @@ void SharedEndpoint::peer_dead(const AgentRef& peer) {
 }
 
 GrantState SharedEndpoint::end_grant(const TransferId& id, GrantEvent event, const std::string& why) {
-  Turn turn(*this);
+  LockScope scope(*this);
   check_open();
-  const GrantState state = run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { return endpoint.end_grant(id, event, now, out, why); });
-  if (sending_ && *sending_ == id) wait_send_ended(turn.lock);  // another thread ended it, and waits too
+  const GrantState state = run(scope, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { return endpoint.end_grant(id, event, now, out, why); });
+  if (sending_ && *sending_ == id) wait_send_ended(scope.lock);  // another thread ended it, and waits too
   return state;
 }
 
@@ -281,8 +281,8 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
 }
 
 std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_at) {
-  Turn turn(*this);
-  if (events_.due() != kNever) turn.must_signal = events_.is_due(monotonic_now());
+  LockScope scope(*this);
+  if (events_.due() != kNever) scope.must_signal = events_.is_due(monotonic_now());
   tick_at = endpoint_.next_deadline();
   sleep_until = std::min({sleep_until, tick_at, events_.due()});
   sleep_until_ = effects_.empty() && withdrawn_.empty() && !is_shut_ ? sleep_until : 0;
@@ -290,13 +290,13 @@ std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_
 }
 
 void SharedEndpoint::tell(OwnerEvent event) {
-  Turn turn(*this);
-  push_event(turn, std::move(event), monotonic_now(), true);
+  LockScope scope(*this);
+  push_event(scope, std::move(event), monotonic_now(), true);
 }
 
 bool SharedEndpoint::can_take_notification(size_t bytes) const {
   std::lock_guard lock(mutex_);
-  return events_.notification_bytes() + held_notification_bytes_ + bytes <= kNotificationBacklogMax;
+  return events_.notification_bytes() + unfetched_notification_bytes_ + bytes <= kNotificationBacklogMax;
 }
 
 bool SharedEndpoint::is_backed_up() const {

@@ -12,7 +12,7 @@ namespace kvxfer {
 namespace {
 
 constexpr int kBacklog = 512;
-constexpr int kLoopbackSendBytes = 2 << 20;  // there most of the buffer is on its way at once, sent by the call that filled it
+constexpr int kLoopbackSendBytes = 2 << 20;  // on loopback most of the buffer is delivered at once, by the call that filled it
 constexpr int kKeepIdleS = 20, kKeepIntervalS = 5, kKeepCount = 3;  // a device that forgets idle connections usually waits longer
 
 struct Address {
@@ -127,8 +127,8 @@ void send_at_once(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-// The kernel probes: an idle session stays known to the devices on its way, and a session whose peer is gone ends within 35 s,
-// without waking a process.
+// The kernel probes: an idle session stays known to NATs on its path, and a session whose peer is gone ends within 35 s, without
+// waking a process.
 void keep_alive(int fd) {
   const int on = 1;
   ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);

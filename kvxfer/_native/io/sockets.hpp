@@ -1,4 +1,4 @@
-// Sockets as a core wants them: non-blocking, closed on exec, without delay. Knows addresses, and nothing of the peers behind them.
+// Sockets as a core needs them: non-blocking, closed on exec, without delay. Knows addresses, and nothing of the peers.
 #pragma once
 
 #include "memory/fd.hpp"
@@ -7,16 +7,16 @@ namespace kvxfer {
 
 // Numeric hosts only. Each throws Error(transport) or Error(invalid_argument).
 Fd listen_tcp(const std::string& host, uint16_t port, uint16_t& bound_port);
-// Replaces a socket file on which no process listens any more; refuses one on which a process does.
+// Replaces a socket file without a listening process; refuses one with such a process.
 Fd listen_unix(const std::string& path);
-// Begun, perhaps not yet connected: wait for it to be writable, then ask connect_error().
+// The connect has begun: wait for it to be writable, then call connect_error().
 Fd dial_tcp(const std::string& host, uint16_t port);
 Fd dial_unix(const std::string& path);
 int connect_error(int fd);  // 0: connected
 
 // Both ends are on this host.
 bool is_local(int fd);
-// No delay; and what MSG_MORE had the kernel hold goes out now.
+// No delay; and flushes the bytes that MSG_MORE held back.
 void send_at_once(int fd);
 // No delay, keepalive; and on loopback a bound for the send buffer. Windows and congestion control are the kernel's.
 void tune_tcp(int fd);

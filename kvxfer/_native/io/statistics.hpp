@@ -1,4 +1,4 @@
-// What the event loop counts. Written by the thread that runs it, read by any.
+// Counters of the event loop. The thread that runs it writes them, any thread reads them.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-// One of what a counter counts, for as long as this lives. As an object's first member it goes last: a reader of the lower
-// count finds the object's descriptors closed.
+// Counts one object while it exists. As an object's first member it is destroyed last: a reader of the lower count finds the
+// object's descriptors closed.
 class Counted {
  public:
   explicit Counted(Counter& counter) : counter_(counter) { counter_.add(); }

@@ -22,8 +22,8 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kCallBytes = 4 << 20;  // one call's: a thousand small blocks, and not so long that others wait
-constexpr size_t kPartBytes = 256 << 10;  // at least, of each of several calls at once
+constexpr size_t kCallBytes = 4 << 20;  // of one call: a thousand small blocks, and not so long that others wait
+constexpr size_t kPartBytes = 256 << 10;  // the least for each of several simultaneous calls
 constexpr int kCapSysPtrace = 19;
 constexpr const char* kNotToBeHad = "process_vm_readv is not to be had: a kernel without it, or a seccomp profile that has to allow it";
 constexpr const char* kYamaScope = "/proc/sys/kernel/yama/ptrace_scope";
@@ -57,9 +57,8 @@ std::string joined(const std::vector<std::string>& reasons) {
   return text;
 }
 
-// Why the kernel may have said EPERM of that process: everything that stands against it, since mending one of two
-// obstacles is of no help. The directory of a process in /proc stays its user's; the files in it are root's once the
-// process is not dumpable.
+// The possible reasons for EPERM on that process: all of them, since removing one of two obstacles does not help. The directory of
+// a process in /proc belongs to its user; the files in it belong to root once the process is not dumpable.
 std::string refusal_text(int pid) {
   std::vector<std::string> reasons;
   const int scope = yama_scope();
@@ -78,7 +77,7 @@ std::string refusal_text(int pid) {
   return "ptrace is not allowed: " + joined(reasons);
 }
 
-// A descriptor that stands for the process at the other end of a Unix socket, whatever becomes of its number; or errno.
+// A descriptor for the process at the other end of a Unix socket, which stays valid if its number is reused; or errno.
 int hold_peer(int unix_socket, int pid) {
   int fd = -1;
   socklen_t size = sizeof fd;
@@ -95,7 +94,7 @@ class CmaMemory final : public RemoteMemory {
     uint64_t end;
     if (map.address == 0 || __builtin_add_overflow(map.address, bytes(), &end)) throw Error(Code::no_lane, "the source's memory wraps around");
     iovec to[1], from_list[1];
-    peer->read(to, 0, from_list, 0, 0, nonce_address);  // what is refused is better known now
+    peer->read(to, 0, from_list, 0, 0, nonce_address);  // now the cause of a refusal can be determined
   }
 
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
@@ -150,7 +149,7 @@ class CmaRead final : public ReadJob {
     std::exception_ptr error;
   };
 
-  // By one call; by several at once where there are threads for them.
+  // In one call, or in several at once if there are threads for them.
   size_t read_some(size_t max) {
     const size_t threads = memory_.copier->threads(max);
     const size_t each = std::clamp((max + threads - 1) / threads, std::min(kPartBytes, max), kCallBytes);
@@ -182,7 +181,7 @@ class CmaRead final : public ReadJob {
                             : memory_gone("source", source().layout, asked(), calls_[i].begin + gone.at);
         }
       }
-    } catch (const Error& error) {  // what could be read is gone: the source says more, and no lane would do better
+    } catch (const Error& error) {  // memory that was readable is gone: the source sends the cause, and other lanes would fail too
       if (error.code() == Code::no_lane && memory_.has_worked) throw Error(Code::transport, error.what());
       throw;
     }
@@ -202,7 +201,7 @@ class CmaRead final : public ReadJob {
       call.bytes = 0;
       call.from_count = take_runs(from_, call.from.get(), CmaPeer::kRunsMax, to_bytes, call.bytes);
     }
-    if (call.bytes == 0 || call.bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    if (call.bytes == 0 || call.bytes != to_bytes) throw Error(Code::internal, "a read must fill as many bytes as it reads");
   }
 
   const CmaMemory& memory_;  // one of those that this read keeps
@@ -231,7 +230,7 @@ std::string cma_missing_calls() {
 std::string cma_obstacle(int pid) {
   const std::string missing = cma_missing_calls();
   if (!missing.empty()) return missing;
-  if (pid != 0) {  // where it may be read, it is only our address that means nothing there
+  if (pid != 0) {  // it can be read: only our address means nothing there
     uint64_t here = 1;
     const iovec to{&here, sizeof here}, nowhere{reinterpret_cast<void*>(8), 8};
     const bool is_read = ::process_vm_readv(pid, &to, 1, &nowhere, 1, 0) >= 0 || errno == EFAULT;
@@ -260,7 +259,7 @@ bool CmaPeer::is_alive() const {
   return ::poll(&look, 1, 0) == 0;
 }
 
-// The memory says whose it is; a process that is about to end, or to be another one, no longer does.
+// The memory names its process; a process that is about to end, or to exec, no longer does.
 bool CmaPeer::has_nonce(uint64_t nonce_address) const {
   Bytes16 nonce{};
   const iovec to{nonce.data(), nonce.size()}, from{reinterpret_cast<void*>(nonce_address), nonce.size()};
@@ -289,7 +288,7 @@ void CmaPeer::read(iovec* to, size_t to_count, iovec* from, size_t from_count, s
   do {
     got = ::process_vm_readv(pid_, to, to_count, from, from_count, 0);
   } while (got < 0 && errno == EINTR);
-  const int error = got < 0 ? errno : EFAULT;  // it stops, without a word, at the first byte that is not there
+  const int error = got < 0 ? errno : EFAULT;  // it stops silently at the first missing byte
   const size_t there = static_cast<size_t>(std::max<ssize_t>(got, 0));
   if (error == EFAULT && there < bytes && is_alive() && has_nonce(nonce_address)) {
     const uint8_t* const read_from = byte_at(from, from_count, there);

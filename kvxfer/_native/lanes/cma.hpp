@@ -1,10 +1,10 @@
-// The `cma` lane: a peer's memory on this host read by process_vm_readv, many runs a call, whoever allocated it.
+// The `cma` lane: reads a peer's memory on this host by process_vm_readv, many runs a call; any allocator may have made the memory.
 //
-// Which process is read is never the peer's word: the kernel names it at the other end of the session's own Unix socket,
-// and a pidfd holds on to it. Each call also reads the 16 bytes at which that process keeps the nonce of its life; bytes
-// that came with another nonce, or from a process that has ended, are of nobody and count for nothing.
+// The peer does not choose the process to read: the kernel names the process at the other end of the session's own Unix socket, and
+// a pidfd keeps its identity. Each call also reads the 16 bytes where that process keeps the nonce of its incarnation; bytes that
+// came with another nonce, or from a process that has ended, are thrown away.
 //
-// The kernel lets one process read another where it would let it trace it. What forbids that here is told in words.
+// The kernel lets one process read another if it would let it trace it. The functions below say what forbids that here.
 #pragma once
 
 #include <string>
@@ -16,11 +16,11 @@ struct iovec;
 
 namespace kvxfer {
 
-// Why this process can read no other one of its user, or cannot be read by it, and what to do about it; empty: it can.
-// With a process id: why it cannot read that one.
+// Why this process can read no other process of its user, or cannot be read by it, and what to do about it; empty: it can. With a
+// process id: why it cannot read that process.
 std::string cma_obstacle(int pid = 0);
 
-// Why this process cannot make the system calls that reading needs, whatever it would read; empty where it can.
+// Why this process cannot make the system calls that reading needs, whatever the target; empty: it can.
 std::string cma_missing_calls();
 
 // The process at the other end of a Unix socket.
@@ -29,9 +29,9 @@ class CmaPeer {
   // Throws Error(no_lane).
   CmaPeer(int unix_socket, const Bytes16& boot_nonce);
 
-  // Fills `to` from `from`, lists of as many bytes together and at most kRunsMax entries, each with room for one more
-  // entry, which is for the nonce at `nonce_address`. Throws Error: no_lane, transport; Gone where the process is the right one,
-  // and memory of it, or of ours, is not there.
+  // Fills `to` from `from`: lists with the same number of bytes and at most kRunsMax entries, each with room for one more entry,
+  // for the nonce at `nonce_address`. Throws Error: no_lane, transport; Gone if the process is the right one, and its memory, or
+  // ours, is not there.
   void read(iovec* to, size_t to_count, iovec* from, size_t from_count, size_t bytes, uint64_t nonce_address) const;
 
   static constexpr size_t kRunsMax = 1023;
@@ -52,10 +52,10 @@ class CmaPeer {
   const Bytes16 boot_nonce_;
 };
 
-// What a source says of its own memory: fills address and key. `boot_nonce` stays where it is as long as the map is good.
+// The map of a source's own memory: fills address and key. `boot_nonce` must stay where it is as long as the map is used.
 void describe_cma(Map& map, const void* address, const Bytes16& boot_nonce);
 
-// Throws Error(no_lane) with the reason. Much at once is read by as many threads as `copier` takes.
+// Throws Error(no_lane) with the reason. `copier` decides how many threads share a large read.
 std::shared_ptr<RemoteMemory> open_cma(const Map& map, std::shared_ptr<CmaPeer> peer, std::shared_ptr<Copier> copier);
 
 }  // namespace kvxfer

@@ -17,14 +17,14 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kStep = 4096;               // a page: hardware looks ahead within one, never past its end
-constexpr size_t kLongRun = 256 * 1024;      // from here on hardware does the better part of looking ahead
+constexpr size_t kStep = 4096;               // a page: the hardware prefetcher works within one, never past its end
+constexpr size_t kLongRun = 256 * 1024;      // from this size on, hardware prefetching does most of the work
 constexpr size_t kLongAhead = 4 * kLine;
-constexpr size_t kPartBytes = 256 * 1024;    // what a thread takes at a time
-constexpr size_t kSharedBytes = 1 << 20;     // fewer are in place sooner than another thread would be awake
-constexpr Nanos kLookAgain = 2 * kMillisecond;  // at the processors: a look takes a few microseconds
-constexpr unsigned kThreadsMax = 4;          // where nobody said
-constexpr int kSpins = 1000;                 // of one that waits, before it lets others run: some ten microseconds
+constexpr size_t kPartBytes = 256 * 1024;    // the share of a thread at a time
+constexpr size_t kSharedBytes = 1 << 20;     // fewer are copied sooner than another thread wakes up
+constexpr Nanos kLookAgain = 2 * kMillisecond;  // of the processors: a check takes a few microseconds
+constexpr unsigned kThreadsMax = 4;          // by default
+constexpr int kSpins = 1000;                 // of a waiting thread, before it yields: some ten microseconds
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ inline void prefetch(const uint8_t* from, size_t size) {
   for (size_t i = 0; i < size; i += kLine) __builtin_prefetch(from + i);
 }
 
-// The C library knows best how to fill a cache. What it cannot know is where the next run begins.
+// The C library knows best how to fill a cache, but not where the next run begins.
 void copy_plain(const Run* runs, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     if (i + 1 < count) prefetch(runs[i + 1].from, std::min(runs[i + 1].size, kStep));
@@ -46,15 +46,15 @@ void copy_plain(const Run* runs, size_t count) {
 
 #if defined(__x86_64__)
 
-// The part of the copy behind the step under way.
-struct Ahead {
+// The bytes to prefetch during the current step.
+struct CopyAhead {
   const uint8_t* from = nullptr;
   uint8_t* to = nullptr;
-  size_t size = 0;  // how much of `from` is asked for
+  size_t size = 0;  // how much of `from` to prefetch
 };
 
-// What follows the first `at` bytes of runs[i].
-inline Ahead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
+// The bytes after the first `at` bytes of runs[i].
+inline CopyAhead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
   if (at == runs[i].size) {
     if (++i == count) return {};
     at = 0;
@@ -63,9 +63,9 @@ inline Ahead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
   return {run.from + at, run.to + at, std::min(run.size - at, run.size >= kLongRun ? kLongAhead : kStep)};
 }
 
-// One step past the cache: the head up to a line of the target, whole groups of four lines, the tail.
+// One step that bypasses the cache: the head up to a line of the target, whole groups of four lines, the tail.
 #define KVXFER_STEP(name, isa, vector, load, stream)                                                       \
-  __attribute__((target(isa))) void name(uint8_t* to, const uint8_t* from, size_t size, const Ahead& ahead) { \
+  __attribute__((target(isa))) void name(uint8_t* to, const uint8_t* from, size_t size, const CopyAhead& ahead) { \
     constexpr size_t kGroup = 4 * kLine, kVectors = kGroup / sizeof(vector);                               \
     const size_t head = std::min((kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine, size);         \
     if (head != 0) std::memcpy(to, from, head);                                                            \
@@ -85,18 +85,18 @@ KVXFER_STEP(step_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_s
 KVXFER_STEP(step_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 #undef KVXFER_STEP
 
-template <void (*kStepCopy)(uint8_t* to, const uint8_t* from, size_t size, const Ahead& ahead)>
+template <void (*kStepCopy)(uint8_t* to, const uint8_t* from, size_t size, const CopyAhead& ahead)>
 void copy_past_cache(const Run* runs, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     const Run& run = runs[i];
     for (size_t at = 0, size; at < run.size; at += size) {
       size = std::min(kStep, run.size - at);
-      const Ahead ahead = look_ahead(runs, count, i, at + size);
-      if (ahead.size != 0) __builtin_prefetch(ahead.to, 1);  // finds the translation of the page
+      const CopyAhead ahead = look_ahead(runs, count, i, at + size);
+      if (ahead.size != 0) __builtin_prefetch(ahead.to, 1);  // loads the page's translation
       kStepCopy(run.to + at, run.from + at, size, ahead);
     }
   }
-  _mm_sfence();  // such stores are ordered by nothing else
+  _mm_sfence();  // no other instruction orders such stores
 }
 
 #endif
@@ -142,11 +142,11 @@ struct CutRuns {
     }
   }
 
-  struct Part {
+  struct RunGroup {
     size_t first = 0, count = 0;  // of runs
   };
   std::vector<Run> runs;
-  std::vector<Part> parts;
+  std::vector<RunGroup> parts;
 };
 
 }  // namespace
@@ -188,10 +188,10 @@ void Copier::share(size_t threads, size_t parts, Call call, const void* context)
 
 void Copier::start(size_t helpers) {
   if (helpers_.size() >= helpers) return;
-  const NoSignals inherited;  // by those that are started here
+  const NoSignals inherited;  // for the threads that are started here
   try {
     while (helpers_.size() < helpers) helpers_.emplace_back([this] { help(); });
-  } catch (const std::system_error&) {  // the process may have no more of them: so be it
+  } catch (const std::system_error&) {  // the process may have no more threads: go on with fewer
     threads_.most = now_ = static_cast<unsigned>(helpers_.size()) + 1;
     threads_.always = std::min(threads_.always, threads_.most);
   }
@@ -257,7 +257,7 @@ size_t RunWalk::take(Run* runs, size_t count, size_t max, size_t& bytes) {
       from_.advance(from_left_.size);
     }
     const size_t size = std::min({to_left_.size, from_left_.size, max});
-    if (size == 0) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    if (size == 0) throw Error(Code::internal, "a read must fill as many bytes as it reads");
     runs[used] = {to_left_.data, from_left_.data, size};
     to_left_.data += size, to_left_.size -= size;
     from_left_.data += size, from_left_.size -= size;

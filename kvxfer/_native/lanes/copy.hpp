@@ -1,10 +1,10 @@
-// Copies between two address ranges of this process, thousands of scattered runs at a time. It decides how bytes move:
-// by which instructions, past the cache or into it, by one thread or several; never which bytes, nor whether they may. The
-// threads also help with what else moves bytes and can be cut into parts (`cma`).
+// Copies between two address ranges of this process, thousands of scattered runs at a time. This file decides how bytes move
+// (instructions, past the cache or into it, one thread or several), never which bytes, nor whether they may. The threads also serve
+// other divisible work that moves bytes (`cma`).
 //
-// The pools it was measured with are far larger than any cache. There a copy waits for memory, so each run's successor is
-// asked for while the run itself is copied, and stores go past the cache, which spares reading what is overwritten. A
-// small copy is left in the cache: somebody is about to look at it.
+// Pools are far larger than any cache, so a copy waits for memory: each run's successor is prefetched while the run itself is
+// copied, and stores bypass the cache, which avoids reading the bytes that are overwritten. A small copy stays in the cache,
+// because its reader follows soon.
 #pragma once
 
 #include <atomic>
@@ -31,17 +31,17 @@ enum class Stores { InCache, PastCache };
 // By the calling thread. `to` and `from` of a run do not overlap.
 void copy_runs(const Run* runs, size_t count, Stores stores);
 
-// How many threads copy: so many always, and up to so many where that many processors have nothing to run.
+// How many threads copy: `always` at least, and up to `most` while that many processors are idle.
 struct CopyThreads {
   unsigned always = 1, most = 1;
 
-  // Where nobody said: always one up to 7 processors, then one for every four, at most four; on idle ones up to four.
+  // The default: always one up to 7 processors, then one for every four, at most four; up to four on idle processors.
   static CopyThreads of_host();
 };
 
-// The threads that copy for one IO thread, itself the first of them. The others are started by the first copy that takes
-// them; they take no signals, and run where whoever made this may run. Whoever comes late finds nothing left to do, and nobody
-// waits for a thread that has not begun.
+// The threads that copy for one IO thread, which is the first of them. The first copy that needs the others starts them; they take
+// no signals, and run on the processors that their maker may use. A helper that comes late finds no work, and no thread waits for a
+// helper that has not begun.
 class Copier {
  public:
   explicit Copier(CopyThreads threads = {}) : threads_(threads), now_(threads.always), processors_(own_processors()) {}
@@ -51,13 +51,13 @@ class Copier {
 
   // Every byte is in place when this returns. One caller at a time.
   void copy(const Run* runs, size_t count, Stores stores);
-  // Calls part(0), part(1) ... of so many, each once, on up to so many threads, the caller's among them; all have returned when
-  // this does. `part` must not throw. One caller at a time.
+  // Calls part(0), part(1) ..., each once, on up to `threads` threads, the caller's among them; all calls have returned when this
+  // returns. `part` must not throw. One caller at a time.
   template <class Part>
   void share(size_t threads, size_t parts, const Part& part) {
     share(threads, parts, [](const void* context, size_t i) { (*static_cast<const Part*>(context))(i); }, &part);
   }
-  // How many threads so many bytes are worth now, the caller's among them.
+  // How many threads a copy of so many bytes should use now, the caller's among them.
   size_t threads(size_t bytes);
 
  private:
@@ -67,9 +67,9 @@ class Copier {
     bool take_seat();
 
     const Call call;
-    const void* const context;  // the caller's, who is gone once all parts are done
+    const void* const context;  // the caller's, which ends once all parts are done
     const size_t parts;
-    std::atomic<size_t> seats;  // of helpers that may still come
+    std::atomic<size_t> seats;  // helpers that may still take part
     std::atomic<size_t> next{0}, done{0};
   };
   void share(size_t threads, size_t parts, Call call, const void* context);
@@ -77,10 +77,10 @@ class Copier {
   void help();
 
   CopyThreads threads_;
-  unsigned now_;                      // as of the last look at the processors
+  unsigned now_;                      // as of the last check of the processors
   const cpu_set_t processors_;
   Nanos looked_at_ = 0;
-  std::atomic<int> awake_{0};         // helpers, which run themselves
+  std::atomic<int> awake_{0};         // helpers, which run the parts by themselves
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable has_work_;
@@ -89,7 +89,7 @@ class Copier {
   bool is_over_ = false;
 };
 
-// Two walks over as many bytes, as the runs that both leave in one piece.
+// Two walks over the same number of bytes, as the runs that are contiguous in both.
 class RunWalk {
  public:
   RunWalk() = default;

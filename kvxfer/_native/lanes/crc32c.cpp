@@ -54,11 +54,11 @@ constexpr uint64_t power(unsigned n) {
   return uint64_t{r} << 1;
 }
 
-// Bytes that lie as far from the end of `ahead` as those summed lie from the end of theirs.
-class Ahead {
+// Prefetches the bytes at the same distance from the end of `ahead` as the checksummed ones from theirs.
+class ChecksumPrefetch {
  public:
-  Ahead(const void* ahead, const uint8_t* data) : distance_(ahead != nullptr ? static_cast<const uint8_t*>(ahead) - data : 0) {}
-  // What goes with the `bytes` at `at`.
+  ChecksumPrefetch(const void* ahead, const uint8_t* data) : distance_(ahead != nullptr ? static_cast<const uint8_t*>(ahead) - data : 0) {}
+  // Prefetches the counterpart of the `bytes` at `at`.
   void ask(const uint8_t* at, size_t bytes) const {
     if (distance_ == 0) return;
     for (size_t i = 0; i < bytes; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(at + i + distance_), _MM_HINT_T0);
@@ -82,8 +82,8 @@ __attribute__((target("sse4.2"))) inline uint32_t run_tail(const uint8_t* at, si
   return low;
 }
 
-// The instruction takes three cycles and a new one can begin in each: three stretches at once, then joined by a
-// multiplication of the first two with the power of x that the bytes behind them make.
+// The instruction takes three cycles and a new one can begin in each: three stretches at once, then joined by a multiplication of
+// the first two with the power of x for the bytes after them.
 template <size_t kStretch>
 __attribute__((target("sse4.2,pclmul"))) inline uint64_t run_three(const uint8_t* at, uint64_t r) {
   constexpr uint64_t kTwoOn = power(2 * kStretch * 8 - 32), kOneOn = power(kStretch * 8 - 32);
@@ -105,7 +105,7 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t run_sse42(const void* data, si
   constexpr size_t kLong = 1360, kShort = 168;  // three of the long make 4080 bytes, nearly a page
   const auto* at = static_cast<const uint8_t*>(data);
   uint64_t r = ~value;
-  Ahead next(ahead, at);
+  ChecksumPrefetch next(ahead, at);
   for (; size >= 3 * kLong; size -= 3 * kLong, at += 3 * kLong) {
     next.ask(at, 3 * kLong);
     r = run_three<kLong>(at, r);
@@ -115,7 +115,7 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t run_sse42(const void* data, si
   return ~run_tail(at, size, r);
 }
 
-// 256 bytes a step in four registers: what is there is multiplied on by the 256 bytes, and the next 256 are added.
+// 256 bytes a step in four registers: their content is multiplied on by 256 bytes, and the next 256 are added.
 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) inline __m512i fold(__m512i x, __m512i by, __m512i next) {
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, by, 0x00), _mm512_clmulepi64_epi128(x, by, 0x11), next, 0x96);
 }
@@ -129,7 +129,7 @@ __attribute__((target("avx512f"))) inline __m512i fold_factors() {
 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) uint32_t run_avx512(const void* data, size_t size, uint32_t value, const void* ahead) {
   if (size < 512) return run_sse42(data, size, value, ahead);
   const auto* at = static_cast<const uint8_t*>(data);
-  const Ahead next(ahead, at);
+  const ChecksumPrefetch next(ahead, at);
   next.ask(at, 256);
   __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~value))));
   __m512i x1 = _mm512_loadu_si512(at + 64), x2 = _mm512_loadu_si512(at + 128), x3 = _mm512_loadu_si512(at + 192);
@@ -144,7 +144,7 @@ __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) ui
   const __m512i by_register = fold_factors<512>();
   x3 = fold(fold(fold(x0, by_register, x1), by_register, x2), by_register, x3);
   for (; size >= 64; at += 64, size -= 64) x3 = fold(x3, by_register, _mm512_loadu_si512(at));
-  // The 64 bytes that are left stand for everything so far: their own CRC, begun at nothing, is it.
+  // The last 64 bytes stand for everything so far: their own CRC, from zero, is the result.
   alignas(64) uint8_t rest[64];
   _mm512_store_si512(rest, x3);
   return ~run_tail(at, size, run_tail(rest, sizeof rest, 0));

@@ -7,8 +7,8 @@
 
 namespace kvxfer {
 
-// Of `size` bytes, going on from `value`, the CRC of what came before: crc(a + b) == crc(b, crc(a)). `ahead`: as many bytes
-// that are wanted next, asked into the cache meanwhile; null: nothing.
+// Of `size` bytes, continuing from `value`, the CRC of the bytes before: crc(a + b) == crc(b, crc(a)). `ahead`: the next bytes, as
+// many, to prefetch meanwhile; null: none.
 uint32_t crc32c(const void* data, size_t size, uint32_t value = 0, const void* ahead = nullptr);
 
 struct Crc32cMethod {

@@ -19,15 +19,15 @@ void find(void* library, const char* name, Function& to) {
   if (to == nullptr) throw Error(Code::no_lane, std::string("the CUDA driver has no ") + name);
 }
 
-std::unique_ptr<Library> open() {
+std::unique_ptr<CudaLibrary> open() {
   const char* named = std::getenv(kVariable);
   void* const handle = ::dlopen(named != nullptr && *named != '\0' ? named : kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* why = ::dlerror();
     throw Error(Code::no_lane, "cannot load the CUDA driver: " + std::string(why == nullptr ? kLibrary : why));
   }
-  auto library = std::make_unique<Library>();
-  Library& l = *library;
+  auto library = std::make_unique<CudaLibrary>();
+  CudaLibrary& l = *library;
   find(handle, "cuInit", l.init);
   find(handle, "cuDeviceGetCount", l.device_count);
   find(handle, "cuDeviceGet", l.device_get);
@@ -55,15 +55,15 @@ std::unique_ptr<Library> open() {
 
 }  // namespace
 
-std::string Library::text(Result result) const {
+std::string CudaLibrary::text(Result result) const {
   const char* text = nullptr;
   if (error_string(result, &text) != kSuccess || text == nullptr) return "error " + std::to_string(result);
   return text;
 }
 
-const Library& load() {
+const CudaLibrary& load() {
   static std::mutex mutex;
-  static std::unique_ptr<Library> loaded;
+  static std::unique_ptr<CudaLibrary> loaded;
   std::lock_guard lock(mutex);
   if (!loaded) loaded = open();
   return *loaded;
@@ -71,7 +71,7 @@ const Library& load() {
 
 std::shared_ptr<Context> Context::of(int device) { return std::make_shared<Context>(load(), device); }
 
-Context::Context(const Library& library, int device) : library_(library), device_(device) {
+Context::Context(const CudaLibrary& library, int device) : library_(library), device_(device) {
   int count = 0;
   Result result = library_.device_count(&count);
   if (result == kSuccess && (device < 0 || device >= count)) {

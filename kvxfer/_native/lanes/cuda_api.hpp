@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that device memory needs, out of a libcuda that is loaded at run time: nothing of it
-// is linked, and a process without device memory never loads it. KVXFER_CUDA_LIBRARY names another file than libcuda.so.1.
+// The few functions of the CUDA driver that device memory needs, from a libcuda that is loaded at run time: none is linked, and a
+// process without device memory never loads it. KVXFER_CUDA_LIBRARY names another file than libcuda.so.1.
 //
 // Knows contexts, and nothing of blocks.
 #pragma once
@@ -27,7 +27,7 @@ struct CopyAttributes {  // CUmemcpyAttributes
   unsigned flags = 0;
 };
 
-struct Library {
+struct CudaLibrary {
   Result (*init)(unsigned);
   Result (*device_count)(int*);
   Result (*device_get)(int*, int);
@@ -55,24 +55,24 @@ struct Library {
 };
 
 // Once a process; a failure is not remembered. Throws Error(no_lane).
-const Library& load();
+const CudaLibrary& load();
 
-// The primary context of one device, the one that the process's own CUDA code uses. Immutable: any thread may have it.
+// The primary context of one device, which the process's own CUDA code uses. Immutable: any thread may use it.
 class Context {
  public:
   // Throws Error(no_lane): no driver, or no such device.
   static std::shared_ptr<Context> of(int device);
-  Context(const Library& library, int device);
+  Context(const CudaLibrary& library, int device);
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
   ~Context();
 
-  const Library& library() const { return library_; }
+  const CudaLibrary& library() const { return library_; }
   int device() const { return device_; }
   // Throws Error(transport) with what the driver says unless `result` is success.
   void check(Result result, const char* what) const;
 
-  // Makes it the calling thread's for as long as this lives. Throws Error(transport).
+  // Makes it the calling thread's context while this object exists. Throws Error(transport).
   class Current {
    public:
     explicit Current(const Context& context);
@@ -85,7 +85,7 @@ class Context {
   };
 
  private:
-  const Library& library_;
+  const CudaLibrary& library_;
   const int device_;
   int handle_ = 0;  // CUdevice
   void* context_ = nullptr;

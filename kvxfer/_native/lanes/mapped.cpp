@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kWarmBytes = 16 << 20;
 constexpr size_t kRunsMax = 1024;
-constexpr uint64_t kPastCacheBytes = 512 * 1024;  // of a read that goes past the cache: more than a core has for itself
+constexpr uint64_t kPastCacheBytes = 512 * 1024;  // of a read that bypasses the cache: more than one core's own
 constexpr size_t kVerifyBytes = 256 * 1024;       // copied before they are verified, while they are in the cache
 
 class MappedMemory final : public RemoteMemory {
@@ -29,32 +29,32 @@ class MappedMemory final : public RemoteMemory {
       throw Error(Code::no_lane, "the source's memory is smaller than it says");
     }
     const uint64_t page = page_bytes(fd_.get());
-    mapped_ = (bytes() + page - 1) / page * page;  // whole pages alone can be unmapped again, where they are huge
+    mapped_ = (bytes() + page - 1) / page * page;  // only whole pages can be unmapped again, if they are huge
     void* const at = ::mmap(nullptr, mapped_, PROT_READ, MAP_SHARED, fd_.get(), 0);
     if (at == MAP_FAILED) throw Error(Code::no_lane, errno_text("cannot map the source's memory"));
     ::madvise(at, mapped_, MADV_HUGEPAGE);
     ::madvise(at, mapped_, MADV_DONTDUMP);
     set_base(static_cast<uint8_t*>(at));
-    if (page > kSmallPage) fd_.reset();  // so few faults are not worth taking ahead
+    if (page > kSmallPage) fd_.reset();  // so few faults are not worth prefaulting
   }
   ~MappedMemory() override { ::munmap(base(), mapped_); }
 
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
-  bool warm() override;
+  bool prefault() override;
 
  private:
-  Fd fd_;  // until all is warm
+  Fd fd_;  // until all of it is prefaulted
   const std::shared_ptr<Copier> copier_;
-  uint64_t warm_ = 0, mapped_ = 0;
+  uint64_t prefaulted_ = 0, mapped_ = 0;
 };
 
-bool MappedMemory::warm() {
-  const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(warm_), SEEK_DATA) : -1;
+bool MappedMemory::prefault() {
+  const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(prefaulted_), SEEK_DATA) : -1;
   const auto begin = static_cast<uint64_t>(data) & ~(kSmallPage - 1);
   if (data >= 0 && begin < bytes()) {
     const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
     const uint64_t end = std::min({hole < 0 ? bytes() : static_cast<uint64_t>(hole), begin + kWarmBytes, bytes()});
-    warm_ = std::max(end, begin + 1);
+    prefaulted_ = std::max(end, begin + 1);
     if (::madvise(base() + begin, end - begin, MADV_POPULATE_READ) == 0) return true;
   }
   fd_.reset();
@@ -65,8 +65,8 @@ class MappedRead final : public ReadJob {
  public:
   MappedRead(ReadBlocks read, RemotePlace from, OwnMemory to, Copier& copier)
       : ReadJob(std::move(read), std::move(from), std::move(to)), copier_(copier), walk_(walk_source(), walk_target()), runs_(kRunsMax) {
-    // What is verified is looked at right after the copy: it had better be in the cache.
-    stores_ = !has_sums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
+    // Verification reads the bytes right after the copy: they should be in the cache.
+    stores_ = !has_checksums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
   }
 
   bool is_done() const override { return walk_.is_done(); }
@@ -75,7 +75,7 @@ class MappedRead final : public ReadJob {
     size_t done = 0;
     while (done < max && !walk_.is_done()) {
       size_t bytes = 0;
-      const size_t count = walk_.take(runs_.data(), runs_.size(), has_sums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
+      const size_t count = walk_.take(runs_.data(), runs_.size(), has_checksums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
       effort_.runs += count;
       copier_.copy(runs_.data(), count, stores_);
       verify(bytes);

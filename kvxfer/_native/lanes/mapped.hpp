@@ -1,10 +1,10 @@
 // The `mapped` lane, the reader's side: a peer's pool or region mapped read-only, and copies out of it.
 //
-// A descriptor from a peer is believed in nothing: it must carry the seals that keep its size and its contents out of
-// reach of surprise (see region.hpp), be as large as it claims, and hold every segment that is claimed to lie in it.
+// Nothing is trusted of a peer's descriptor: it must carry the seals that fix its size and protect its contents (see region.hpp),
+// be as large as it claims, and hold every segment that it claims.
 //
-// The first touch of a mapped page costs a fault, as much as the copy of it. Idle time is used to take those faults ahead,
-// and only for pages that the source has filled: looking at the others would make them.
+// The first touch of a mapped page costs a fault, as much as copying the page. Idle time is used to take those faults ahead, only
+// for pages that the source has filled: touching others would allocate them.
 #pragma once
 
 #include "copy.hpp"

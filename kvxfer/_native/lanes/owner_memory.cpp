@@ -17,7 +17,7 @@ constexpr size_t kRunsMax = 64;  // of one call
 
 using Call = ssize_t (*)(pid_t, const iovec*, unsigned long, const iovec*, unsigned long, unsigned long);
 
-std::atomic<bool> is_call_refused{false};  // by the kernel or a filter: for good
+std::atomic<bool> is_call_refused{false};  // by the kernel or a filter: permanently
 
 size_t bytes_of(const iovec* runs, size_t count) {
   size_t bytes = 0;
@@ -25,9 +25,9 @@ size_t bytes_of(const iovec* runs, size_t count) {
   return bytes;
 }
 
-// Some of the owner's runs, from a byte on.
-struct Part {
-  Part(const iovec* from, size_t from_count, size_t begin, size_t max) {
+// A part of the owner's runs, from a byte on.
+struct RunsPart {
+  RunsPart(const iovec* from, size_t from_count, size_t begin, size_t max) {
     for (size_t i = 0; i < from_count && count < kRunsMax && bytes < max; ++i) {
       if (begin >= from[i].iov_len) {
         begin -= from[i].iov_len;
@@ -43,11 +43,11 @@ struct Part {
   size_t count = 0, bytes = 0;
 };
 
-// How many bytes the kernel moved before it found one that is not there, or refused.
+// How many bytes the kernel moved before the first missing or refused one.
 size_t by_call(Call call, uint8_t* ours, const iovec* runs, size_t count) {
   size_t done = 0;
   for (const size_t total = bytes_of(runs, count); done < total && !is_call_refused.load(std::memory_order_relaxed);) {
-    const Part part(runs, count, done, total);
+    const RunsPart part(runs, count, done, total);
     const iovec own{ours + done, part.bytes};
     const ssize_t moved = call(::getpid(), &own, 1, part.runs, part.count, 0);
     if (moved < 0 && errno == EINTR) continue;
@@ -67,14 +67,14 @@ class Pipe {
     out_ = Fd(ends[0]);
     in_ = Fd(ends[1]);
   }
-  // From the first list into the second, as much as it holds. False where either is not there.
+  // Copies from the first list into the second, as much as that holds. False if either is unreadable.
   bool move(const iovec* from, size_t from_count, const iovec* to, size_t to_count, size_t& moved) {
     ssize_t held, taken;
     do {
       held = ::writev(in_.get(), from, static_cast<int>(from_count));
     } while (held < 0 && errno == EINTR);
     if (held <= 0) return false;
-    Part into(to, to_count, 0, static_cast<size_t>(held));
+    RunsPart into(to, to_count, 0, static_cast<size_t>(held));
     do {
       taken = ::readv(out_.get(), into.runs, static_cast<int>(into.count));
     } while (taken < 0 && errno == EINTR);
@@ -87,13 +87,13 @@ class Pipe {
   Fd out_, in_;
 };
 
-// The rest of it, from byte `done` on.
+// The rest, from byte `done` on.
 size_t by_pipe(uint8_t* ours, const iovec* runs, size_t count, size_t done, bool is_read) {
   const size_t total = bytes_of(runs, count);
   if (done == total) return done;
   Pipe pipe;
   for (bool is_there = true; is_there && done < total;) {
-    const Part part(runs, count, done, kPartBytes);
+    const RunsPart part(runs, count, done, kPartBytes);
     const iovec own{ours + done, part.bytes};
     size_t moved = 0;
     is_there = is_read ? pipe.move(part.runs, part.count, &own, 1, moved) : pipe.move(&own, 1, part.runs, part.count, moved);
@@ -117,7 +117,7 @@ size_t readable_bytes(const iovec* runs, size_t count) {
   uint8_t bytes[kPartBytes];
   size_t done = 0;
   for (const size_t total = bytes_of(runs, count); done < total;) {
-    const Part part(runs, count, done, sizeof bytes);
+    const RunsPart part(runs, count, done, sizeof bytes);
     const size_t read = copy_from_owner(bytes, part.runs, part.count);
     done += read;
     if (read != part.bytes) break;

@@ -9,7 +9,7 @@
 namespace kvxfer {
 namespace {
 
-// Of the whole machine, the caller among them: "0.20 0.18 0.12 RUNNING/ALL PID".
+// Of the whole machine, with the caller: "0.20 0.18 0.12 RUNNING/ALL PID".
 int running_threads() noexcept {
   constexpr int kUnknown = std::numeric_limits<int>::max();
   const int fd = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
@@ -20,7 +20,7 @@ int running_threads() noexcept {
   if (size <= 0) return kUnknown;
   text[size] = 0;
   int running;
-  // 0, which is fewer than the caller alone, comes from a sandbox that tells nothing of its host.
+  // 0, which does not even count the caller, comes from a sandbox that hides its host.
   return std::sscanf(text, "%*s %*s %*s %d/", &running) == 1 && running > 0 ? running : kUnknown;
 }
 

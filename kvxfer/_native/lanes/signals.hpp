@@ -1,4 +1,4 @@
-// The core's threads take no signals: those are for the threads that Python knows.
+// The core's threads take no signals: only threads that Python knows handle them.
 #pragma once
 
 #include <signal.h>
@@ -7,8 +7,8 @@
 
 namespace kvxfer {
 
-// While it lives, the calling thread takes no signals; a thread that it starts never does. Faults of the thread itself are not
-// blocked: the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could say where.
+// While it exists, the calling thread takes no signals; a thread that it starts never does. Synchronous faults stay unblocked:
+// otherwise the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could report where.
 class NoSignals {
  public:
   NoSignals() {

@@ -14,9 +14,9 @@ constexpr int kPipeBytes = 512 * 1024;       // has room for 128 pages, or parts
 constexpr int kPipeBytesMin = 64 * 1024;     // what a pipe has, unless its user has too many
 constexpr size_t kIdleMax = 4;
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kOfPageMin = 3072;          // with half of each page it is slower than copying
+constexpr size_t kOfPageMin = 3072;          // with half of each page zero-copy is slower than copying
 
-// splice() knows no MSG_NOSIGNAL: a peer that hung up would end a process that does not ignore SIGPIPE.
+// splice() has no MSG_NOSIGNAL: a peer that hung up would kill a process that does not ignore SIGPIPE.
 class NoSigpipe {
  public:
   NoSigpipe() {
@@ -89,7 +89,7 @@ bool SplicePipe::fill(const iovec* runs, size_t count) {
 ssize_t SplicePipe::drain(int socket, bool is_more) {
   NoSigpipe no_sigpipe;
   const ssize_t sent = ::splice(out_.get(), nullptr, socket, nullptr, held_, SPLICE_F_NONBLOCK | (is_more ? SPLICE_F_MORE : 0));
-  no_sigpipe.may_be_raised = sent < 0 || static_cast<size_t>(sent) < held_;  // after some of it, too
+  no_sigpipe.may_be_raised = sent < 0 || static_cast<size_t>(sent) < held_;  // also after a partial write
   if (sent > 0) held_ -= static_cast<size_t>(sent);
   return sent;
 }

@@ -1,7 +1,7 @@
-// Blocks into a socket without a copy: the kernel is given references to their pages (vmsplice, splice), and a receiver
-// under the same kernel copies out of those. What it reads is what is there when it reads. So this is for memory that
-// one-sided lanes may read too (exposure is pool), and, as there, it is the confirm after the last read that makes the bytes
-// count: until then its grant keeps the blocks as they are.
+// Zero-copy sends: the kernel gets references to the blocks' pages (vmsplice, splice), and a receiver under the same kernel copies
+// out of them. It reads the bytes that are there at that moment. So zero-copy is only for memory that one-sided lanes may read too
+// (exposure is pool), and, as there, only the confirm after the last read makes the bytes valid: until then the grant keeps the
+// blocks unchanged.
 #pragma once
 
 #include <sys/types.h>
@@ -14,25 +14,25 @@
 
 namespace kvxfer {
 
-// What is on its way from memory into one socket.
+// A pipe between memory and one socket.
 class SplicePipe {
  public:
-  // Null where the kernel gives none that is long enough to be worth it.
+  // Null if the kernel gives no pipe that is long enough.
   static std::unique_ptr<SplicePipe> open();
 
-  // Pages cost the same however little of each is sent: whether these runs have enough of theirs.
+  // A page costs the same however few of its bytes are sent: whether these runs fill enough of their pages.
   static bool pays(const iovec* runs, size_t count);
 
-  // Whether splice() into a Unix socket gives references and waits for nobody. Before Linux 6.5 it took the lock that the
-  // receiver holds while it reads, for each page: a receiver that hangs would hold its sender up.
+  // Whether splice() into a Unix socket passes references without waiting. Before Linux 6.5 it took, for each page, the lock that
+  // the receiver holds while it reads: a receiver that hangs would block its sender.
   static bool serves_unix();
 
-  // References the pages of these runs behind what is held already, as many as there is room for. False where it could be
-  // none: they are no memory of ours whose pages can be referenced, or there is no room.
+  // Appends references to the pages of these runs, as many as fit. False if none was added: the pages cannot be referenced, or
+  // there is no room.
   bool fill(const iovec* runs, size_t count);
   size_t held() const { return held_; }
-  // Everything that is held, as send() would; returns the bytes that went, or -1 and errno. `is_more`: the end of it may wait
-  // in the kernel for what is sent next.
+  // Sends all that it holds, as send() would; returns the bytes sent, or -1 and errno. `is_more`: the kernel may keep the end back
+  // for the next bytes.
   ssize_t drain(int socket, bool is_more);
 
  private:
@@ -42,11 +42,11 @@ class SplicePipe {
   size_t held_ = 0;
 };
 
-// A few that are empty, for whoever needs one next: each has two descriptors, and a share of what its user may have.
+// A few empty pipes, kept for the next send: each takes two descriptors, and part of the user's pipe quota.
 class SplicePipes {
  public:
   std::unique_ptr<SplicePipe> take();  // or null, as open()
-  // One that holds something is closed: nobody else may send that.
+  // Closes one that holds bytes: no other connection may send those.
   void give_back(std::unique_ptr<SplicePipe> pipe);
 
  private:

@@ -24,7 +24,7 @@ void ring(void* fd) { ::eventfd_write(*static_cast<const int*>(fd), 1); }
 
 }  // namespace
 
-// What one core has on one device: two streams of copies, one that only tells of their ends, and the buffers.
+// One core's objects on one device: two streams of copies, one that only signals their ends, and the buffers.
 class StagingDevice {
  public:
   StagingDevice(Staging& staging, std::shared_ptr<cuda::Context> context) : staging_(staging), context_(std::move(context)), wake_fd_(staging.fd()) {}
@@ -32,13 +32,13 @@ class StagingDevice {
   StagingDevice& operator=(const StagingDevice&) = delete;
   ~StagingDevice();
 
-  // Null: as many are in use as may be. `is_first`: of a frame that has none.
+  // Null if the limit is in use. `is_first`: for a frame without a buffer.
   StagingBuffer* take(bool is_first);
   void give(StagingBuffer* buffer);
-  // The next `buffer.bytes` of `walk` and the buffer, in `direction`; goes past them. Returns how many there were before the first
-  // that the host has not any more: then no copy was begun.
+  // Copies between the next `buffer.bytes` of `walk` and the buffer, in `direction`; moves past them. Returns how many there were
+  // before the first byte that the host no longer has: then no copy was begun.
   size_t copy(StagingBuffer& buffer, BlockWalk& walk, const HostParts& host, Direction direction);
-  // Appends the numbers of the gathers that are over.
+  // Appends the numbers of the gathers that have ended.
   void settle(std::vector<uint64_t>& numbers);
   size_t in_flight() const { return in_flight_.size(); }
 
@@ -49,7 +49,7 @@ class StagingDevice {
 
   Staging& staging_;
   const std::shared_ptr<cuda::Context> context_;
-  const int wake_fd_;  // the driver's thread reads it: at a place that stays
+  const int wake_fd_;  // the driver's thread reads it, so its address must not change
   cuda::Stream gathers_ = nullptr, scatters_ = nullptr, rings_ = nullptr;
   std::vector<void*> slabs_;
   std::deque<StagingBuffer> buffers_;
@@ -60,7 +60,7 @@ class StagingDevice {
 };
 
 StagingDevice::~StagingDevice() {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   try {
     const cuda::Context::Current current(*context_);
     for (const cuda::Stream stream : {gathers_, scatters_, rings_}) {
@@ -70,7 +70,7 @@ StagingDevice::~StagingDevice() {
     }
     for (const StagingBuffer& buffer : buffers_) driver.event_destroy(buffer.event);
     for (void* slab : slabs_) driver.host_free(slab);
-  } catch (const Error&) {  // the context is gone, and all of it with it
+  } catch (const Error&) {  // the context is gone, with all its objects
     return;
   }
 }
@@ -81,7 +81,7 @@ cuda::Stream StagingDevice::stream(cuda::Stream& stream) {
 }
 
 void StagingDevice::add_slab() {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const cuda::Context::Current current(*context_);
   void* slab = nullptr;
   context_->check(driver.host_alloc(&slab, kBuffersASlab * Staging::kBufferBytes, kPortable), "pinned memory");
@@ -119,7 +119,7 @@ void StagingDevice::give(StagingBuffer* buffer) {
 
 size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostParts& host, Direction direction) {
   const cuda::Context::Current current(*context_);
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const cuda::Stream copies = stream(direction == Direction::FromDevice ? gathers_ : scatters_);
   const cuda::Stream rings = stream(rings_);
   to_.clear();
@@ -142,7 +142,7 @@ size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostPar
     sizes_.push_back(span.size);
     at += span.size;
   }
-  buffer.is_in_flight = true;  // from here on, whatever is said: some of it may have begun
+  buffer.is_in_flight = true;  // from here on, whatever fails: some copies may have begun
   in_flight_.push_back(&buffer);
   ++staging_.in_flight_;
   try {
@@ -158,19 +158,19 @@ size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostPar
 }
 
 void StagingDevice::issue(cuda::Stream stream) {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   if (has_batch_ && driver.copy_batch != nullptr && sizes_.size() > 1) {
     cuda::CopyAttributes attributes;
     size_t first = 0, failed = 0;
     if (driver.copy_batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes, &first, 1, &failed, stream) == cuda::kSuccess) return;
-    has_batch_ = false;  // copies that have begun are done once more, with the same bytes
+    has_batch_ = false;  // copies that have begun are repeated, with the same bytes
   }
   for (size_t i = 0; i < sizes_.size(); ++i) context_->check(driver.copy(to_[i], from_[i], sizes_[i], stream), "a copy");
 }
 
 void StagingDevice::settle(std::vector<uint64_t>& numbers) {
   if (in_flight_.empty()) return;
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const auto is_over = [&](StagingBuffer* buffer) {
     const cuda::Result result = driver.event_query(buffer->event);  // any error: the context is lost, and nothing lands any more
     if (result == cuda::kNotReady) return false;

@@ -1,9 +1,9 @@
-// Pinned host memory between a device and a socket: the stream lane sends out of it what was gathered on the device, and
-// reads into it what is then scattered there. Copies run on the device's own time; an event descriptor tells when one of
-// them is over, and a buffer is only looked at, used again or said to have landed after that.
+// Pinned host memory between a device and a socket: the stream lane sends from it what was gathered on the device, and reads into
+// it what is then scattered there. Copies run on the device's own time; an event descriptor tells when one has ended. Only then is
+// its buffer read, reused, or reported as landed.
 //
-// Whoever drives the IO loop touches it, one thread at a time. It knows buffers and copies, and nothing of grants: who
-// gathers asks for each copy a number of the caller, and settle() gives it back when that copy is over.
+// Only the thread that runs the IO loop touches it. It knows buffers and copies, and nothing of grants: for each gather the caller
+// supplies a number, and settle() returns that number when the copy has ended.
 #pragma once
 
 #include <sys/uio.h>
@@ -24,18 +24,18 @@ namespace kvxfer {
 struct IncomingBlocks;
 class StagingDevice;
 
-// One piece of pinned memory, with the event of its last copy.
+// One buffer of pinned memory, with the event of its last copy.
 struct StagingBuffer {
   uint8_t* data = nullptr;
   cuda::Event event = nullptr;
-  size_t bytes = 0;       // of it that hold something
+  size_t bytes = 0;       // bytes of it in use
   uint64_t number = 0;    // of the gather that fills it; 0: none
   bool is_in_flight = false;
-  bool is_left = false;   // nobody waits for it: it is free once it is not in flight
-  std::string failure;    // what the driver said of its copy
+  bool is_left = false;   // unused by any walk: it is free once it is not in flight
+  std::string failure;    // the driver's result of its copy
 };
 
-// Which transfers' landings ended while bytes of them were still being scattered.
+// The transfers that ended while bytes of them were still being scattered.
 struct StoppedLanding {
   std::unique_ptr<IncomingBlocks> landing;
   Code code;
@@ -55,11 +55,11 @@ class Staging {
   void woken();
   bool is_used() const { return !devices_.empty(); }
   bool is_busy() const { return in_flight_ != 0 || !stopped_.empty() || !unbegun_.empty(); }
-  // Finds out which copies are over; the numbers of the gathers among them.
+  // Finds the copies that have ended; returns the numbers of the gathers among them.
   std::vector<uint64_t> settle();
-  // Waits until all are, or `until`: then is_busy() still.
+  // Waits until all have ended, or `until`: then is_busy() still.
   std::vector<uint64_t> finish(Nanos until);
-  // `landing` is over as soon as nothing of it is in flight: then take_stopped() gives it back.
+  // `landing` has ended once nothing of it is in flight: then take_stopped() returns it.
   void stop_later(std::unique_ptr<IncomingBlocks> landing, Code code, const std::string& text);
   std::vector<StoppedLanding> take_stopped();
 
@@ -76,7 +76,8 @@ class Staging {
   std::vector<StoppedLanding> stopped_;
 };
 
-// Which parts of such memory are the host's: no driver touches those, whose own loads and stores would trust that they are there.
+// The parts of such memory that are the host's: no driver touches those, because its own loads and stores would trust that they are
+// mapped.
 class HostParts {
  public:
   explicit HostParts(const OwnMemory& memory);
@@ -86,7 +87,7 @@ class HostParts {
   std::vector<std::pair<const uint8_t*, const uint8_t*>> parts_;  // ascending
 };
 
-// The bytes of some blocks on their way from a device into pinned memory, some buffers ahead of who sends them.
+// The bytes of some blocks on their way from a device into pinned memory, some buffers ahead of the sender.
 class Gather {
  public:
   // Memory and extent must stay where they are.
@@ -95,11 +96,11 @@ class Gather {
   Gather& operator=(const Gather&) = delete;
   ~Gather();
 
-  // Begins what copies there is room for; `begin` gives each its number, 0 where it must not begin. Throws Error: transport,
+  // Begins as many copies as there is room for; `begin` gives each its number, 0 if it must not begin. Throws Error: transport,
   // memory_gone (of the host's parts).
   void fill(const std::function<uint64_t()>& begin);
   bool is_waiting() const { return !buffers_.empty() && buffers_.front()->is_in_flight; }
-  // What is there to be sent next. Throws Error(transport).
+  // The next bytes to send. Throws Error(transport).
   std::pair<const uint8_t*, size_t> front() const;
   void sent(size_t bytes);
 
@@ -111,12 +112,12 @@ class Gather {
   const HostParts host_;
   BlockWalk walk_;
   const uint64_t bytes_;
-  uint64_t left_;  // not yet asked of the device
+  uint64_t left_;  // not yet requested from the device
   std::deque<StagingBuffer*> buffers_;
   size_t at_ = 0;  // sent of the first of them
 };
 
-// The other way. Bytes are said to be scattered only after the event of their copy.
+// The other direction. Bytes count as scattered only after the event of their copy.
 class Scatter {
  public:
   Scatter(Staging& staging, const OwnMemory& memory, const Extent& extent, uint64_t bytes);
@@ -124,11 +125,11 @@ class Scatter {
   Scatter& operator=(const Scatter&) = delete;
   ~Scatter();
 
-  // Room for what comes next, at most `max` bytes of it; none where every buffer is in use. Throws Error(transport).
+  // Room for the next bytes, at most `max`; none if every buffer is in use. Throws Error(transport).
   iovec room(size_t max);
   // `bytes` came into that room. Throws Error: transport, memory_gone.
   void filled(size_t bytes);
-  // Whether every byte is in the blocks. Throws Error(transport) where the driver gave up on some.
+  // Whether every byte is in the blocks. Throws Error(transport) if the driver failed for some.
   bool is_done();
   bool is_in_flight() const;
 
@@ -142,7 +143,7 @@ class Scatter {
   const HostParts host_;
   BlockWalk walk_;
   const uint64_t bytes_;
-  uint64_t left_;  // not yet come
+  uint64_t left_;  // not yet received
   StagingBuffer* filling_ = nullptr;
   std::deque<StagingBuffer*> buffers_;  // on their way to the device
 };

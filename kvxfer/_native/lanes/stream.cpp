@@ -6,26 +6,26 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kSumBytes = 4;
-constexpr size_t kCopiedBytes = 32 * 1024;  // of others' memory at a time: what a first cache has room for
+constexpr size_t kChecksumBytes = 4;
+constexpr size_t kCopiedBytes = 32 * 1024;  // of foreign memory at a time: fits a first level cache
 constexpr size_t kCopiedRuns = 64;
-constexpr size_t kAheadBytes = 4096;  // from what is summed to what is asked into the cache: hardware looks no further than a page
+constexpr size_t kAheadBytes = 4096;  // from the bytes that are checksummed to those that are prefetched: the hardware prefetcher stops at a page
 
-void append_sum(std::string& to, uint32_t sum) {
-  for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(sum >> shift));
+void append_checksum(std::string& to, uint32_t checksum) {
+  for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(checksum >> shift));
 }
 
-uint32_t sum_at(const std::string& from, size_t index) {
-  uint32_t sum = 0;
-  for (size_t i = 0; i < kSumBytes; ++i) sum |= uint32_t{static_cast<uint8_t>(from[index * kSumBytes + i])} << (8 * i);
-  return sum;
+uint32_t checksum_at(const std::string& from, size_t index) {
+  uint32_t checksum = 0;
+  for (size_t i = 0; i < kChecksumBytes; ++i) checksum |= uint32_t{static_cast<uint8_t>(from[index * kChecksumBytes + i])} << (8 * i);
+  return checksum;
 }
 
-uint64_t trailer_bytes(const Data& data) { return data.has_sums ? uint64_t{data.count} * kSumBytes : 0; }
+uint64_t trailer_bytes(const Data& data) { return data.has_checksums ? uint64_t{data.count} * kChecksumBytes : 0; }
 
 }  // namespace
 
-RunningSums::RunningSums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose)
+RunningChecksums::RunningChecksums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose)
     : layout_(memory.layout.get()), extent_(&extent), are_(are), whose_(whose), is_ours_(memory.is_ours), walk_(*layout_, extent) {
   const Layout& layout = *layout_;
   if (extent.ranges) {
@@ -33,11 +33,11 @@ RunningSums::RunningSums(const OwnMemory& memory, const Extent& extent, Bytes ar
   } else {
     for (const Segment& segment : layout.segments) block_bytes_ += segment.length;
   }
-  sums_.reserve(extent.count);
+  checksums_.reserve(extent.count);
   if (extent.count != 0) left_ = bytes_of(0);
 }
 
-void RunningSums::advance(size_t bytes) {
+void RunningChecksums::advance(size_t bytes) {
   if (!is_ours_) return advance_copied(bytes);
   passed_ += bytes;
   while (bytes != 0) {
@@ -50,7 +50,7 @@ void RunningSums::advance(size_t bytes) {
   }
 }
 
-void RunningSums::advance_copied(size_t bytes) {
+void RunningChecksums::advance_copied(size_t bytes) {
   alignas(64) uint8_t copied[kCopiedBytes];
   iovec runs[kCopiedRuns];
   while (bytes != 0) {
@@ -64,7 +64,7 @@ void RunningSums::advance_copied(size_t bytes) {
   }
 }
 
-void RunningSums::advance(const uint8_t* data, size_t bytes) {
+void RunningChecksums::advance(const uint8_t* data, size_t bytes) {
   passed_ += bytes;
   while (bytes != 0) {
     const size_t part = static_cast<size_t>(std::min<uint64_t>(bytes, left_));
@@ -75,34 +75,34 @@ void RunningSums::advance(const uint8_t* data, size_t bytes) {
   }
 }
 
-void RunningSums::add(const uint8_t* data, size_t bytes, const uint8_t* ahead) {
-  sum_ = crc32c(data, bytes, sum_, ahead);
+void RunningChecksums::add(const uint8_t* data, size_t bytes, const uint8_t* ahead) {
+  checksum_ = crc32c(data, bytes, checksum_, ahead);
   left_ -= bytes;
   if (left_ != 0) return;
-  sums_.push_back(std::exchange(sum_, 0));
-  if (sums_.size() < extent_->count) left_ = bytes_of(static_cast<uint32_t>(sums_.size()));
+  checksums_.push_back(std::exchange(checksum_, 0));
+  if (checksums_.size() < extent_->count) left_ = bytes_of(static_cast<uint32_t>(checksums_.size()));
 }
 
 OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
     : frame(send.frame), serial(send.serial), extent(std::move(send.from)), memory(std::move(from)), left(frame.payload_bytes - trailer_bytes(frame)),
       trailer_left(trailer_bytes(frame)), walk(*memory.layout, extent), is_staged(memory.device != nullptr),
-      is_lent(frame.is_lent), known_(std::move(send.sums)) {
+      is_zero_copy(frame.is_zero_copy), known_(std::move(send.checksums)) {
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
-    throw Error(Code::internal, "a DATA frame of other blocks than it has");
+    throw Error(Code::internal, "a DATA frame does not match its blocks");
   }
-  if (frame.has_sums && known_.size() != frame.count) running_.emplace(memory, extent, RunningSums::Bytes::Anywhere, "source");
+  if (frame.has_checksums && known_.size() != frame.count) running_.emplace(memory, extent, RunningChecksums::Bytes::Anywhere, "source");
   if (is_staged) gather = std::make_unique<Gather>(staging, memory, extent, left);
 }
 
 uint64_t OutgoingBlocks::payload_bytes() const { return frame.payload_bytes - trailer_bytes(frame); }
 
-void OutgoingBlocks::sum(size_t bytes) {
+void OutgoingBlocks::add_checksums(size_t bytes) {
   if (!running_) return;
   const uint64_t sent = payload_bytes() - left;
   if (sent + bytes > running_->passed()) running_->advance(static_cast<size_t>(sent + bytes - running_->passed()));
 }
 
-void OutgoingBlocks::sum(const uint8_t* data, size_t bytes) {
+void OutgoingBlocks::add_checksums(const uint8_t* data, size_t bytes) {
   if (!running_) return;
   const uint64_t sent = payload_bytes() - left;
   const uint64_t known = running_->passed() - sent;
@@ -111,8 +111,8 @@ void OutgoingBlocks::sum(const uint8_t* data, size_t bytes) {
 
 std::pair<const char*, size_t> OutgoingBlocks::trailer() {
   if (trailer_.empty()) {
-    const std::vector<uint32_t>& sums = running_ ? running_->sums() : known_;
-    for (uint32_t i = 0; i < frame.count; ++i) append_sum(trailer_, has_no_sums_ ? kNoSum : sums.at(i));
+    const std::vector<uint32_t>& checksums = running_ ? running_->checksums() : known_;
+    for (uint32_t i = 0; i < frame.count; ++i) append_checksum(trailer_, has_no_checksums_ ? kNoChecksum : checksums.at(i));
   }
   return {trailer_.data() + trailer_.size() - trailer_left, trailer_left};
 }
@@ -120,12 +120,12 @@ std::pair<const char*, size_t> OutgoingBlocks::trailer() {
 void OutgoingBlocks::end() {
   if (std::exchange(has_ended, true)) return;
   if (left != 0) {
-    has_no_sums_ = true;
-    trailer_.clear();  // not a byte of it is out before the blocks
+    has_no_checksums_ = true;
+    trailer_.clear();  // no byte of it goes out before the blocks
   } else if (trailer_left != 0) {
-    trailer();  // of what went out as it was
+    trailer();  // for the blocks that went out intact
   }
-  is_lent = false;
+  is_zero_copy = false;
   gather.reset();
   running_.reset();
   walk = {};
@@ -135,7 +135,7 @@ void OutgoingBlocks::end() {
 IncomingBlocks::IncomingBlocks(const Data& data, Landing landing, OwnMemory to, Staging& staging)
     : id(data.id), token(landing.token), extent(std::move(landing.to)), memory(std::move(to)), left(data.payload_bytes - trailer_bytes(data)),
       trailer(trailer_bytes(data), '\0'), walk(*memory.layout, extent) {
-  if (data.has_sums) running_.emplace(memory, extent, RunningSums::Bytes::InCache, "destination");
+  if (data.has_checksums) running_.emplace(memory, extent, RunningChecksums::Bytes::InCache, "destination");
   if (memory.device) scatter = std::make_unique<Scatter>(staging, memory, extent, left);
 }
 
@@ -165,12 +165,12 @@ Error IncomingBlocks::memory_gone(uint64_t ahead) const {
 
 bool IncomingBlocks::is_intact() const {
   if (!running_) return true;
-  const std::vector<uint32_t>& sums = running_->sums();
-  for (size_t i = 0; i < sums.size(); ++i) {
-    const uint32_t sum = sum_at(trailer, i);
-    if (sum != kNoSum && sum != sums[i]) return false;
+  const std::vector<uint32_t>& checksums = running_->checksums();
+  for (size_t i = 0; i < checksums.size(); ++i) {
+    const uint32_t checksum = checksum_at(trailer, i);
+    if (checksum != kNoChecksum && checksum != checksums[i]) return false;
   }
-  return sums.size() * kSumBytes == trailer.size();
+  return checksums.size() * kChecksumBytes == trailer.size();
 }
 
 }  // namespace kvxfer

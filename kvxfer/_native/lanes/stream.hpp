@@ -1,10 +1,10 @@
-// The `stream` lane, and `unix`, which is the same over a Unix socket: the blocks or pieces of one DATA frame on their way
-// out of, or into, our memory. Vectored writes straight from them, vectored reads straight into them; no byte is copied in
-// between. Where the frame has checksums they are taken of each chunk just before it goes out, and just after it came in,
-// while it is in the cache. Memory on a device goes by pinned host memory (staging.hpp).
+// The `stream` lane, and `unix`, which is the same over a Unix socket: the blocks or elements of one DATA frame on their way out
+// of, or into, our memory. Vectored writes straight from them, vectored reads straight into them; no byte is copied in between. If
+// the frame has checksums, they are computed of each chunk just before it goes out, and just after it came in, while it is in the
+// cache. Device memory goes through pinned host memory (staging.hpp).
 //
-// What is left of a frame whose grant ended goes out as zeros, of which nobody knew the checksums: all of that frame's are
-// kNoSum then, and what has no sum is not compared. It is never committed either: its source gives no verdict ok.
+// The rest of a frame whose grant ended goes out as zeros, whose checksums are unknown: then all checksums of that frame are
+// kNoChecksum, and its blocks are not compared. They are never committed either: the source gives no verdict ok.
 #pragma once
 
 #include <optional>
@@ -15,20 +15,20 @@
 
 namespace kvxfer {
 
-constexpr uint32_t kNoSum = 0x9d1ce5a7;  // as likely to be a checksum as any other
+constexpr uint32_t kNoChecksum = 0x9d1ce5a7;  // as likely to be a checksum as any other
 
-// CRC-32C of each of some blocks or pieces, as their bytes pass in order.
-class RunningSums {
+// The CRC-32Cs of some blocks or elements, computed while their bytes pass in order.
+class RunningChecksums {
  public:
-  enum class Bytes { InCache, Anywhere };  // where they are when they are summed
-  // Memory of others, which may be gone, is summed through a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
-  RunningSums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
-  // The next `bytes` are what they are. Throws Error(memory_gone).
+  enum class Bytes { InCache, Anywhere };  // where they are when they are checksummed
+  // The checksum of foreign memory, which may be unmapped, is taken of a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
+  RunningChecksums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
+  // Takes the next `bytes` from the blocks' own memory. Throws Error(memory_gone).
   void advance(size_t bytes);
-  // As they lie at `data`, and not where the blocks do.
+  // Takes them from `data`, not from the blocks' own memory.
   void advance(const uint8_t* data, size_t bytes);
   uint64_t passed() const { return passed_; }
-  const std::vector<uint32_t>& sums() const { return sums_; }  // of those that have passed whole
+  const std::vector<uint32_t>& checksums() const { return checksums_; }  // of the blocks that have passed completely
 
  private:
   void add(const uint8_t* data, size_t bytes, const uint8_t* ahead = nullptr);  // of one block
@@ -43,8 +43,8 @@ class RunningSums {
   uint64_t block_bytes_ = 0;  // of each; 0 where they differ
   BlockWalk walk_;
   uint64_t left_ = 0, passed_ = 0;
-  uint32_t sum_ = 0;
-  std::vector<uint32_t> sums_;
+  uint32_t checksum_ = 0;
+  std::vector<uint32_t> checksums_;
 };
 
 struct OutgoingBlocks {
@@ -52,20 +52,20 @@ struct OutgoingBlocks {
   OutgoingBlocks(const OutgoingBlocks&) = delete;
   OutgoingBlocks& operator=(const OutgoingBlocks&) = delete;
 
-  // Where checksums are to be taken: takes those of the next `bytes` from the walk's position on, where they are not known.
-  // Throws Error(memory_gone).
-  void sum(size_t bytes);
-  // The same of bytes that were gathered.
-  void sum(const uint8_t* data, size_t bytes);
+  // With checksums: computes those of the next `bytes` from the walk's position on, unless they are known. Throws
+  // Error(memory_gone).
+  void add_checksums(size_t bytes);
+  // The same for gathered bytes.
+  void add_checksums(const uint8_t* data, size_t bytes);
   void sent(size_t bytes) {
     left -= bytes;
     if (has_ended) return;
     if (!is_staged) return walk.advance(bytes);
     if (gather) gather->sent(bytes);
   }
-  // Checksums as they go over the wire, once `left` is 0; begins at what is still to be sent of them.
+  // The checksums in wire form, once `left` is 0; begins at the first unsent byte.
   std::pair<const char*, size_t> trailer();
-  // Its grant has: zeros go out from here on, and the memory may go.
+  // The grant has ended: zeros go out from here on, and the memory may be freed.
   void end();
   bool is_done() const { return left == 0 && trailer_left == 0; }
   uint64_t payload_bytes() const;  // of all blocks, without their checksums
@@ -79,14 +79,14 @@ struct OutgoingBlocks {
   BlockWalk walk;
   const bool is_staged;   // the blocks are on a device
   std::unique_ptr<Gather> gather;
-  bool is_lent;           // the kernel is to have references to their pages, no copy
+  bool is_zero_copy;      // the kernel gets references to their pages, no copy
   bool has_ended = false;
 
  private:
-  std::optional<RunningSums> running_;
+  std::optional<RunningChecksums> running_;
   std::vector<uint32_t> known_;
   std::string trailer_;
-  bool has_no_sums_ = false;
+  bool has_no_checksums_ = false;
 };
 
 struct IncomingBlocks {
@@ -101,16 +101,16 @@ struct IncomingBlocks {
     left -= bytes;
     if (running_) running_->advance(bytes);
   }
-  // Where the next bytes may be written, at most `max`; returns how many iovecs that took, and adds the bytes to `bytes`.
+  // Room for the next bytes, at most `max`; returns how many iovecs it took, and adds the bytes to `bytes`.
   size_t room(iovec* out, size_t count, size_t max, size_t& bytes);
-  // Of `max` bytes as they follow, how many may be put there at once.
+  // How many of the next `max` bytes may be written at once.
   size_t room_for(size_t max) { return scatter && left != 0 ? scatter->room(max).iov_len : max; }
-  // Staged blocks alone: what came last is not yet where it belongs, or nothing more can come for now. Throws Error(transport).
+  // For staged blocks only: the last bytes are not yet in place, or no more can come for now. Throws Error(transport).
   bool must_wait(bool has_come_whole);
   bool is_in_flight() const { return scatter && scatter->is_in_flight(); }
-  // Whether the blocks have the checksums that followed them.
+  // Whether the blocks match the checksums that followed them.
   bool is_intact() const;
-  // Said where byte `ahead` of what comes next has no place any more.
+  // Throws the error for byte `ahead` of the next bytes, whose memory is gone.
   Error memory_gone(uint64_t ahead) const;
 
   const TransferId id;
@@ -128,7 +128,7 @@ struct IncomingBlocks {
 
   const uint64_t bytes_ = left;
 
-  std::optional<RunningSums> running_;
+  std::optional<RunningChecksums> running_;
 };
 
 }  // namespace kvxfer

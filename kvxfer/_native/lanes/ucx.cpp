@@ -8,8 +8,8 @@
 namespace kvxfer {
 namespace {
 
-// The value is the operator's where the environment has one.
-void set_default(const ucp::Library& ucx, ucp::Config* config, const char* name, const char* value) {
+// Keeps the operator's value if the environment has one.
+void set_default(const ucp::UcxLibrary& ucx, ucp::Config* config, const char* name, const char* value) {
   if (std::getenv((std::string("UCX_") + name).c_str()) == nullptr) static_cast<void>(ucx.config_modify(config, name, value));
 }
 
@@ -23,8 +23,8 @@ bool names_tcp(const std::string& tls) {
   return false;
 }
 
-// `name/device` at the end of each line that tells of a resource. UCP has no other way to ask.
-std::vector<std::string> list_transports(const ucp::Library& ucx, ucp::Context* context) {
+// Collects `name/device` from the end of each line about a resource. UCP has no other query.
+std::vector<std::string> list_transports(const ucp::UcxLibrary& ucx, ucp::Context* context) {
   char* text = nullptr;
   size_t size = 0;
   std::FILE* const stream = ::open_memstream(&text, &size);
@@ -49,26 +49,26 @@ std::vector<std::string> list_transports(const ucp::Library& ucx, ucp::Context* 
 }  // namespace
 
 UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.library_path)) {
-  const ucp::Library& ucx = library_;
+  const ucp::UcxLibrary& ucx = library_;
   const ucp::Quiet quiet;
   ucp::Config* config = nullptr;
   if (const ucp::Status s = ucx.config_read(nullptr, nullptr, &config); s != ucp::kOk) quiet.fail(ucx, "UCX cannot read its configuration", s);
   const std::unique_ptr<ucp::Config, void (*)(ucp::Config*)> release(config, ucx.config_release);
   const char* const environment = std::getenv("UCX_TLS");
   const std::string tls = !options.tls.empty() ? options.tls : environment != nullptr ? environment : "^tcp";
-  if (const ucp::Status s = ucx.config_modify(config, "TLS", tls.c_str()); s != ucp::kOk) quiet.fail(ucx, "UCX does not take the transports " + tls, s);
+  if (const ucp::Status s = ucx.config_modify(config, "TLS", tls.c_str()); s != ucp::kOk) quiet.fail(ucx, "UCX rejects the transports " + tls, s);
   if (!names_tcp(tls)) set_default(ucx, config, "PROTO_EMULATION_ENABLE", "n");
   set_default(ucx, config, "RNDV_THRESH", "inf");
   set_default(ucx, config, "POSIX_ERROR_HANDLING", "y");
   set_default(ucx, config, "SYSV_ERROR_HANDLING", "y");
   set_default(ucx, config, "MAX_RMA_RAILS", "2");
   set_default(ucx, config, "IB_PCI_RELAXED_ORDERING", "try");
-  set_default(ucx, config, "CUDA_IPC_ENABLE_GET_ZCOPY", "on");  // else only where there is NVLink: nothing reads on one card
+  set_default(ucx, config, "CUDA_IPC_ENABLE_GET_ZCOPY", "on");  // by default only with NVLink: then no read works on one GPU
 
   ucp::Params params{};
   params.field_mask = ucp::kParamFeatures | ucp::kParamMtWorkersShared | ucp::kParamName;
   params.features = ucp::kFeatureRma | ucp::kFeatureWakeup;
-  params.mt_workers_shared = 1;  // memory is registered beside the worker's thread
+  params.mt_workers_shared = 1;  // other threads register memory beside the worker's thread
   params.name = "kvxfer";
   if (const ucp::Status s = ucx.init_version(1, ucp::kApiMinor, &params, config, &handle_); s != ucp::kOk) {
     quiet.fail(ucx, "UCX finds no transport among " + tls, s);
@@ -90,7 +90,7 @@ bool UcxContext::has_rdma() const {
 }
 
 std::shared_ptr<UcxMemory> UcxContext::add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device) {
-  if (address == nullptr || bytes == 0) throw Error(Code::no_lane, "UCX registers no empty memory");
+  if (address == nullptr || bytes == 0) throw Error(Code::no_lane, "UCX cannot register empty memory");
   const ucp::Quiet quiet;
   ucp::MapParams params{};
   params.field_mask = ucp::kMapAddress | ucp::kMapLength | ucp::kMapProtection;

@@ -1,11 +1,9 @@
 // UCX as one agent uses it: a loaded libucp, one context, and our own memory registered with it. Any thread may register
 // memory; the worker that moves bytes (ucx_worker.hpp) is the IO thread's alone.
-//
-// The context has the features RMA and WAKEUP and nothing else. What it sets, unless the operator's environment says it
-// (UCX_<NAME>): TLS, every transport but tcp, because whoever reaches UCX's tcp port can read and write this process; and
+// The context has the features RMA and WAKEUP and nothing else. It sets, unless the operator's environment does (UCX_<NAME>): TLS,
+// every transport but tcp, because any process that reaches UCX's tcp port can read and write this process; and
 // PROTO_EMULATION_ENABLE=n, because an emulated get is slower than our own `stream`, unless tcp is named, which needs it.
-// RNDV_THRESH=inf and {POSIX,SYSV}_ERROR_HANDLING=y are what lets an endpoint on one host be made in peer error mode: see
-// docs/ucx.md.
+// RNDV_THRESH=inf and {POSIX,SYSV}_ERROR_HANDLING=y allow an endpoint on one host to be made in peer error mode: see docs/ucx.md.
 #pragma once
 
 #include <unistd.h>
@@ -25,8 +23,8 @@ struct UcxOptions {
 
 class UcxContext;
 
-// Own memory that peers may read (where it was registered so) and that reads may fill. Deregistered with the last share:
-// hold one as long as a read into it is in flight.
+// Own memory that peers may read (if it was registered so) and that reads may fill. Deregistered with its last owner: keep one as
+// long as a read into it is in flight.
 class UcxMemory {
  public:
   UcxMemory(const UcxMemory&) = delete;
@@ -59,22 +57,21 @@ class UcxContext : public std::enable_shared_from_this<UcxContext> {
   UcxContext& operator=(const UcxContext&) = delete;
   ~UcxContext();
 
-  const ucp::Library& library() const { return library_; }
+  const ucp::UcxLibrary& library() const { return library_; }
   ucp::Context* handle() const { return handle_; }
-  // False in a forked child: what it has is a copy of memory, and the devices behind it are the parent's.
+  // False in a forked child: it has only a copy of memory, and the devices behind it are the parent's.
   bool is_mine() const { return owner_ == ::getpid(); }
   // Names as UCX has them (rc_mlx5, cuda_ipc, cma, ...), each once.
   const std::vector<std::string>& transports() const { return transports_; }
   bool has_rdma() const;
   bool has_cuda() const { return has_cuda_; }
 
-  // Any thread; pins the memory where a transport needs that, which takes its time. `is_readable`: by peers. `is_device`:
-  // known to be; UCX finds out by itself, and memory it takes for the host's although it is not is refused. Throws
-  // Error(no_lane).
+  // Any thread; pins the memory if a transport needs that, which takes time. `is_readable`: by peers. `is_device`: known to be
+  // device memory; UCX finds out by itself, and refuses device memory that it takes for host memory. Throws Error(no_lane).
   std::shared_ptr<UcxMemory> add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device = false);
 
  private:
-  const ucp::Library& library_;
+  const ucp::UcxLibrary& library_;
   const pid_t owner_ = ::getpid();
   ucp::Context* handle_ = nullptr;
   std::vector<std::string> transports_;

@@ -37,7 +37,7 @@ struct Log {
 Quiet::Quiet() : outer_(quiet) { quiet = this; }
 Quiet::~Quiet() { quiet = outer_; }
 
-void Quiet::fail(const Library& ucx, const std::string& what, Status status) const {
+void Quiet::fail(const UcxLibrary& ucx, const std::string& what, Status status) const {
   throw Error(Code::no_lane, what + ": " + ucx.status_string(status) + (said_.empty() ? "" : " (" + said_ + ")"));
 }
 
@@ -51,7 +51,8 @@ void find(void* library, const char* name, Function& to) {
   if (to == nullptr) refuse(std::string("the UCX library has no ") + name);
 }
 
-// UCX takes SIGHUP for its debugger as it is loaded, and more signals where it is told to; they are the process's.
+// UCX installs its debugger's handler for SIGHUP when it is loaded, and for more signals if configured; those signals belong to the
+// process.
 class SignalsKept {
  public:
   SignalsKept() {
@@ -70,8 +71,8 @@ class SignalsKept {
   std::array<struct sigaction, 31> before_{};
 };
 
-// UCX takes its global settings while it is loaded, from the environment or a file of the operator's. A value that is in the
-// environment stays. Threads that read the environment at that moment run the risk that every setenv() is to them.
+// UCX reads its global settings while it is loaded, from the environment or a file of the operator's. A value in the environment
+// stays. Threads that read the environment at that moment take the usual risk of a setenv().
 class SettingForLoad {
  public:
   SettingForLoad(const char* name, const char* value) : name_(std::getenv(name) == nullptr ? name : nullptr) {
@@ -87,22 +88,22 @@ class SettingForLoad {
   const char* const name_;
 };
 
-// UCX would write jumps into the process's mmap, munmap and their like, while other threads run them, to learn when memory
-// goes that it has registered by itself. All that we name is registered with it, and deregistered before it goes.
+// Otherwise UCX would patch the process's mmap, munmap and the like, while other threads run them, to learn when memory goes that
+// it has registered by itself. All memory that we name is registered with it, and deregistered before it goes.
 void* open_without_memory_events(const std::string& path) {
-  if (void* const there = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return there;  // as somebody else wanted it
+  if (void* const there = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return there;  // another user of this process has loaded it
   const SettingForLoad setting("UCX_MEM_EVENTS", "n");
   return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
 }
 
-std::unique_ptr<Library> open(const std::string& path) {
+std::unique_ptr<UcxLibrary> open(const std::string& path) {
   const SignalsKept signals;
   void* const handle = open_without_memory_events(path);
   if (handle == nullptr) {
     const char* why = ::dlerror();
     refuse("cannot load UCX: " + std::string(why == nullptr ? path : why));
   }
-  auto library = std::make_unique<Library>();
+  auto library = std::make_unique<UcxLibrary>();
   library->path = path;
   void (*get_version)(unsigned*, unsigned*, unsigned*) = nullptr;
   find(handle, "ucp_get_version", get_version);
@@ -111,7 +112,7 @@ std::unique_ptr<Library> open(const std::string& path) {
   library->version = std::to_string(library->major) + "." + std::to_string(library->minor) + "." + std::to_string(release);
   if (library->major != 1 || library->minor < kApiMinor) refuse("UCX " + library->version + " is not 1." + std::to_string(kApiMinor) + " or a later 1.x");
 
-  Library& l = *library;
+  UcxLibrary& l = *library;
   find(handle, "ucs_status_string", l.status_string);
   find(handle, "ucp_config_read", l.config_read);
   find(handle, "ucp_config_release", l.config_release);
@@ -148,9 +149,9 @@ std::unique_ptr<Library> open(const std::string& path) {
 
 }  // namespace
 
-const Library& load(const std::string& path) {
+const UcxLibrary& load(const std::string& path) {
   static std::mutex mutex;
-  static const Library* loaded = nullptr;  // never freed: what uses it may live longer than this file's objects
+  static const UcxLibrary* loaded = nullptr;  // never freed: its users may outlive this file's objects
   std::lock_guard lock(mutex);
   if (loaded == nullptr) loaded = open(path).release();
   return *loaded;

@@ -151,9 +151,9 @@ enum : uint32_t {
 };
 enum : uint32_t { kCloseForce = 1 };
 
-// A loaded libucp. Stays loaded for the life of the process: UCX starts threads and patches memory functions, and does not
+// A loaded libucp. Stays loaded for the lifetime of the process: UCX starts threads and patches memory functions, and does not
 // survive being unloaded.
-struct Library {
+struct UcxLibrary {
   std::string path;
   unsigned major = 0, minor = 0;
   std::string version;
@@ -192,9 +192,9 @@ struct Library {
 
 // Loads `path` once a process; a second call with another path gets the one that is loaded. Throws Error(no_lane): it cannot
 // be loaded, its version is not 1.13 or a later 1.x, a function is missing.
-const Library& load(const std::string& path);
+const UcxLibrary& load(const std::string& path);
 
-// While one lives, what UCX would print of this thread's calls (on standard output, by default) is kept instead: the last
+// While one exists, what UCX would print of this thread's calls (on standard output, by default) is kept instead: the last
 // error's text tells why a call failed. Where the operator set UCX_LOG_LEVEL or UCX_LOG_FILE it is printed as well.
 class Quiet {
  public:
@@ -204,7 +204,7 @@ class Quiet {
   ~Quiet();
 
   // Throws Error(no_lane): `what` failed with `status`, and what UCX said of it.
-  [[noreturn]] void fail(const Library& ucx, const std::string& what, Status status) const;
+  [[noreturn]] void fail(const UcxLibrary& ucx, const std::string& what, Status status) const;
   const std::string& said() const { return said_; }
 
  private:

@@ -25,7 +25,7 @@ UcxKeyParts read_ucx_key(const Map& map) {
   if (map.key.size() <= kKeyHeader || map.key[0] != kKeyVersion) throw Error(Code::no_lane, "the peer's UCX key has another version than ours");
   const size_t size = static_cast<uint8_t>(map.key[1]) | static_cast<size_t>(static_cast<uint8_t>(map.key[2])) << 8;
   if (size == 0 || size > kAddressMax || size >= map.key.size() - kKeyHeader) throw Error(Code::no_lane, "the peer's UCX key is cut short");
-  if (map.address == 0 || map.address + map.region_bytes < map.address) throw Error(Code::no_lane, "the peer's memory has no place");
+  if (map.address == 0 || map.address + map.region_bytes < map.address) throw Error(Code::no_lane, "the peer's memory has no valid address");
   return {map.key.substr(kKeyHeader, size), map.key.substr(kKeyHeader + size)};
 }
 

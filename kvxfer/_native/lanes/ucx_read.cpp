@@ -8,10 +8,10 @@ namespace kvxfer {
 namespace {
 
 constexpr uint64_t kGetBytesMin = 256 << 10, kGetBytesMax = 8 << 20;
-constexpr size_t kInFlightMax = 512;              // gets, a peer; a read may always have one
-constexpr uint64_t kInFlightBytesMax = 16 << 20;  // a peer
-constexpr int kTurnsMax = 1024;                 // of progress in one call
-constexpr int kTurnsUnwatched = 16;             // between two looks at the clock
+constexpr size_t kInFlightMax = 512;              // gets per peer; a read may always have one
+constexpr uint64_t kInFlightBytesMax = 16 << 20;  // per peer
+constexpr int kTurnsMax = 1024;                   // of progress in one call
+constexpr int kTurnsUnwatched = 16;               // between two reads of the clock
 constexpr Nanos kTurnsTime = 300'000;
 constexpr Nanos kRetryRest = 1'000 * kMillisecond;
 
@@ -54,7 +54,7 @@ const std::shared_ptr<const UcxKey>& UcxRemote::key() const {
 std::unique_ptr<ReadJob> UcxRemote::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
   std::vector<std::shared_ptr<const UcxKey>> keys;
   for (const std::shared_ptr<const RemoteMemory>& memory : from.memories) keys.push_back(static_cast<const UcxRemote&>(*memory).key());
-  from.memories.clear();  // the session's: when it ends, a read that is under way keeps its keys and nothing else of the peer
+  from.memories.clear();  // the session's: when it ends, a read in progress keeps its keys and nothing else of the peer
   return std::make_unique<UcxRead>(peer_->worker(), std::move(read), std::move(from), std::move(keys), std::move(to));
 }
 
@@ -82,7 +82,7 @@ const UcxKey* UcxRead::key_at(uint64_t address) {
   return key_ = it == keys.begin() ? nullptr : std::prev(it)->get();
 }
 
-// Of the pool or the regions that this read fills, and of no other registration that covers the same addresses.
+// The memory of the pool or the regions that this read fills, and of no other registration that covers the same addresses.
 void UcxRead::find_memories() {
   auto& memories = flight_->memories;
   if (target().pool) {
@@ -102,7 +102,7 @@ const UcxMemory* UcxRead::memory_at(const uint8_t* address) {
   return memory_ = found == known.end() ? nullptr : found->get();
 }
 
-// What the bounds leave room for.
+// As much as the bounds allow.
 void UcxRead::post() {
   const size_t readers = flight_->endpoint->readers;
   const size_t requests_max = std::max<size_t>(kInFlightMax / readers, 1);
@@ -117,7 +117,7 @@ void UcxRead::post() {
     const UcxMemory* const memory = memory_at(to_span_.data);
     if (memory == nullptr) {
       refusal_ = "the memory to fill is not registered with UCX";
-    } else if (memory->is_device() && has_sums()) {
+    } else if (memory->is_device() && has_checksums()) {
       refusal_ = "checksums of device memory cannot be verified here";
     } else if (key == nullptr || from_span_.size == 0) {
       refusal_ = "the peer's memory is smaller than it says";
@@ -151,7 +151,7 @@ size_t UcxRead::read(size_t max) {
     fail();
   }
   const uint64_t landed = std::exchange(told_, flight_->landed);
-  if (!has_sums()) {
+  if (!has_checksums()) {
     checked_ = told_;
     return static_cast<size_t>(told_ - landed);
   }
@@ -167,7 +167,7 @@ void UcxRead::fail() const {
   const UcxEndpoint& endpoint = *flight_->endpoint;
   const ucp::Status status = endpoint.is_failed() ? endpoint.failure() : flight_->failure;
   const std::string text = "UCX: " + std::string(worker_.library().status_string(status)) + (flight_->refusal.empty() ? "" : " (" + flight_->refusal + ")");
-  // Where nothing ever came this way it will not come by asking again, unless it is the session or the peer that ended.
+  // If no byte ever came this way, a retry will fail too, unless the session or the peer ended.
   const bool is_over = endpoint.is_failed() && (status == ucp::kCanceled || status == ucp::kConnectionReset);
   throw Error(endpoint.has_worked || is_over ? Code::transport : Code::no_lane, text);
 }

@@ -1,21 +1,21 @@
-// The `ucx` lane's side of the reader: what a peer's MAPs gave, and one read out of it.
+// The reader's side of the `ucx` lane: the memory that a peer's MAPs gave, and one read out of it.
 //
-// Runs that touch on both sides become one get. Gets are posted up to a bound in flight a peer, in count and bytes, which the
-// reads under way share evenly: a transfer that ends is drained soon, and none waits for another. After the last get comes
-// one flush, and a read is done when that has completed.
+// Runs that touch on both sides become one get. Gets are posted up to a bound in flight per peer, in count and bytes, which the
+// reads in progress share evenly: a transfer that ends is drained soon, and none waits for another. After the last get comes one
+// flush; a read is done when that has completed.
 #pragma once
 
 #include "ucx_worker.hpp"
 
 namespace kvxfer {
 
-// The worker at the other end of a session. Reached when it is first read from; again, after a rest, where that failed.
+// The worker at the other end of a session. Connected at the first read; after a failure, again after a pause.
 class UcxPeer {
  public:
   UcxPeer(UcxWorker& worker, std::string address) : worker_(worker), address_(std::move(address)) {}
   UcxPeer(const UcxPeer&) = delete;
   UcxPeer& operator=(const UcxPeer&) = delete;
-  // The session is over: nothing that is in flight is waited for longer than closing it takes.
+  // The session has ended: gets in flight are awaited only as long as closing takes.
   ~UcxPeer();
 
   UcxWorker& worker() const { return worker_; }
@@ -47,7 +47,7 @@ class UcxRemote final : public RemoteMemory {
 
 class UcxRead final : public ReadJob {
  public:
-  // `keys`: of every memory that `from` names; they are on one endpoint.
+  // `keys`: of all memory that `from` names, on one endpoint.
   UcxRead(UcxWorker& worker, ReadBlocks read, RemotePlace from, std::vector<std::shared_ptr<const UcxKey>> keys, OwnMemory to);
   ~UcxRead() override { end_posting(); }
 
@@ -72,7 +72,7 @@ class UcxRead final : public ReadJob {
   BlockWalk::Span from_span_, to_span_;  // taken from the walks, not yet posted
   const UcxKey* key_ = nullptr;          // the last used
   const UcxMemory* memory_ = nullptr;
-  std::string refusal_;                  // of our own: this lane cannot do this read
+  std::string refusal_;                  // set by us: this lane cannot do this read
   bool is_posting_ = true;
   uint64_t told_ = 0, checked_ = 0;
 };

@@ -8,9 +8,9 @@ namespace kvxfer {
 namespace {
 
 constexpr int kTurnsMax = 256;                      // of progress in one round
-constexpr Nanos kSpin = 50'000;                     // after something was begun or done
-constexpr Nanos kWakeMax = kMillisecond;            // some transports fail to signal what they finish
-constexpr Nanos kLeave = 5'000 * kMillisecond;      // the most that the end waits for what is in flight
+constexpr Nanos kSpin = 50'000;                     // after the last activity
+constexpr Nanos kWakeMax = kMillisecond;            // some transports do not signal completions
+constexpr Nanos kLeave = 5'000 * kMillisecond;      // the longest wait at the end for gets in flight
 
 }  // namespace
 
@@ -40,12 +40,12 @@ void UcxEndpoint::close() {
   if (handle_ == nullptr) return;
   if (failure_ == ucp::kOk) failure_ = ucp::kCanceled;
   const ucp::Quiet quiet;
-  const ucp::Library& ucx = worker_.library();
+  const ucp::UcxLibrary& ucx = worker_.library();
   ucp::RequestParam param{};
   param.op_attr_mask = ucp::kOpFlags | ucp::kOpCallback | ucp::kOpUserData;
   param.flags = ucp::kCloseForce;
-  param.user_data = const_cast<ucp::Library*>(&ucx);
-  param.callback = [](void* request, ucp::Status, void* library) { static_cast<ucp::Library*>(library)->request_free(request); };
+  param.user_data = const_cast<ucp::UcxLibrary*>(&ucx);
+  param.callback = [](void* request, ucp::Status, void* library) { static_cast<ucp::UcxLibrary*>(library)->request_free(request); };
   static_cast<void>(ucx.ep_close_nbx(std::exchange(handle_, nullptr), &param));
   worker_.is_armed_ = false;
 }
@@ -53,10 +53,10 @@ void UcxEndpoint::close() {
 UcxKey::UcxKey(std::shared_ptr<UcxEndpoint> endpoint, const std::string& packed, uint64_t begin, uint64_t bytes)
     : endpoint_(std::move(endpoint)), begin_(begin), end_(begin + bytes) {
   const ucp::Quiet quiet;
-  const ucp::Library& ucx = endpoint_->worker_.library();
+  const ucp::UcxLibrary& ucx = endpoint_->worker_.library();
   if (endpoint_->handle_ == nullptr || endpoint_->is_failed()) throw Error(Code::no_lane, "the UCX endpoint has failed");
   if (const ucp::Status s = ucx.ep_rkey_unpack(endpoint_->handle_, packed.data(), &handle_); s != ucp::kOk) {
-    quiet.fail(ucx, "UCX does not take the peer's memory", s);
+    quiet.fail(ucx, "UCX rejects the peer's memory", s);
   }
 }
 
@@ -65,7 +65,7 @@ UcxKey::~UcxKey() { endpoint_->worker_.library().rkey_destroy(handle_); }
 // --- gets ---
 
 bool UcxFlight::get(const UcxKey& key, uint64_t from, const UcxMemory& memory, uint8_t* to, size_t bytes) {
-  Slot* const slot = worker.take_slot();
+  FlightSlot* const slot = worker.take_slot();
   slot->flight = this;
   slot->bytes = bytes;
   ucp::RequestParam param{};
@@ -80,7 +80,7 @@ bool UcxFlight::get(const UcxKey& key, uint64_t from, const UcxMemory& memory, u
 }
 
 void UcxFlight::flush() {
-  Slot* const slot = worker.take_slot();
+  FlightSlot* const slot = worker.take_slot();
   slot->flight = this;
   slot->bytes = 0;
   slot->is_flush = true;
@@ -92,7 +92,7 @@ void UcxFlight::flush() {
   issue(worker.library().ep_flush_nbx(endpoint->handle_, &param), slot);
 }
 
-void UcxFlight::issue(ucp::Request request, Slot* slot) {
+void UcxFlight::issue(ucp::Request request, FlightSlot* slot) {
   worker.is_armed_ = false;
   worker.is_active_ = true;
   ++requests;
@@ -102,7 +102,7 @@ void UcxFlight::issue(ucp::Request request, Slot* slot) {
   if (!self_) self_ = shared_from_this();
 }
 
-void UcxFlight::finish(Slot* slot, ucp::Status status) {
+void UcxFlight::finish(FlightSlot* slot, ucp::Status status) {
   --requests;
   --worker.requests_;
   bytes -= slot->bytes;
@@ -114,25 +114,25 @@ void UcxFlight::finish(Slot* slot, ucp::Status status) {
     landed += slot->bytes;
     endpoint->has_worked = true;
   }
-  *slot = Slot{};
+  *slot = FlightSlot{};
   worker.free_slots_.push_back(slot);
   if (requests == 0 && self_) worker.finished_.push_back(std::move(self_));
 }
 
 void UcxFlight::on_completed(void* request, ucp::Status status, void* data) {
-  Slot* const slot = static_cast<Slot*>(data);
-  const ucp::Library& ucx = slot->flight->worker.library();
+  FlightSlot* const slot = static_cast<FlightSlot*>(data);
+  const ucp::UcxLibrary& ucx = slot->flight->worker.library();
   slot->flight->finish(slot, status);
   ucx.request_free(request);
 }
 
-UcxFlight::Slot* UcxWorker::take_slot() {
+UcxFlight::FlightSlot* UcxWorker::take_slot() {
   if (free_slots_.empty()) {
-    slots_.push_back(std::make_unique<UcxFlight::Slot>());
+    slots_.push_back(std::make_unique<UcxFlight::FlightSlot>());
     free_slots_.reserve(slots_.size());  // so that a callback never allocates
     return slots_.back().get();
   }
-  UcxFlight::Slot* const slot = free_slots_.back();
+  UcxFlight::FlightSlot* const slot = free_slots_.back();
   free_slots_.pop_back();
   return slot;
 }
@@ -141,11 +141,11 @@ UcxFlight::Slot* UcxWorker::take_slot() {
 
 UcxWorker::UcxWorker(std::shared_ptr<UcxContext> context) : context_(std::move(context)) {
   const ucp::Quiet quiet;
-  const ucp::Library& ucx = library();
+  const ucp::UcxLibrary& ucx = library();
   ucp::WorkerParams params{};
   params.field_mask = ucp::kWorkerThreadMode;
   params.thread_mode = ucp::kThreadSerialized;  // made by one thread, used by another
-  if (const ucp::Status s = ucx.worker_create(context_->handle(), &params, &handle_); s != ucp::kOk) quiet.fail(ucx, "UCX makes no worker", s);
+  if (const ucp::Status s = ucx.worker_create(context_->handle(), &params, &handle_); s != ucp::kOk) quiet.fail(ucx, "UCX cannot make a worker", s);
   ucp::WorkerAttributes attributes{};
   attributes.field_mask = ucp::kWorkerAddress;
   ucp::Status status = ucx.worker_get_efd(handle_, &fd_);
@@ -193,7 +193,7 @@ bool UcxWorker::may_sleep() {
   }
   const ucp::Quiet quiet;
   if (library().worker_arm(handle_) == ucp::kBusy) return false;
-  is_armed_ = requests_ == 0;  // with something in flight it is asked again each time
+  is_armed_ = requests_ == 0;  // with gets in flight it is armed anew each time
   return true;
 }
 
@@ -207,7 +207,7 @@ void UcxWorker::describe(const UcxMemory& memory, Map& map) const {
   void* packed = nullptr;
   size_t size = 0;
   if (const ucp::Status s = library().rkey_pack(context_->handle(), memory.handle(), &packed, &size); s != ucp::kOk) {
-    quiet.fail(library(), "UCX packs no key of the memory", s);
+    quiet.fail(library(), "UCX cannot pack a key of the memory", s);
   }
   const std::string key(static_cast<const char*>(packed), size);
   library().rkey_buffer_release(packed);

@@ -1,10 +1,9 @@
 // The UCX worker of an agent: endpoints towards peers, and the gets in flight on them. Only the IO thread touches it, and
 // its event descriptor waits in that thread's epoll.
 //
-// An endpoint belongs to what a session's MAPs gave. When the last of that goes, the endpoint is closed by force, and what
-// is in flight on it completes as cancelled once UCX has flushed or destroyed the transport's own endpoints: nothing can
-// land after that. A get cannot be taken back, so whoever made one waits for its completion; the callbacks keep alive what
-// they need.
+// An endpoint belongs to the memory of a session's MAPs. When the last of that goes, the endpoint is closed by force, and its gets
+// in flight complete as cancelled once UCX has flushed or destroyed the transport's own endpoints: nothing can land after that. A
+// get cannot be recalled, so its maker waits for its completion; the callbacks keep alive the objects that they need.
 #pragma once
 
 #include <set>
@@ -30,7 +29,7 @@ class UcxEndpoint {
   ucp::Status failure() const { return failure_; }
   void close();
 
-  size_t readers = 0;       // reads that have something to post yet: they share what may be in flight
+  size_t readers = 0;       // reads with gets still to post: they share the bound in flight
   bool has_worked = false;  // some bytes came by it
 
  private:
@@ -62,11 +61,11 @@ class UcxKey {
   ucp::RemoteKey* handle_ = nullptr;
 };
 
-// The gets of one read, from the first to the completion of the last, whatever becomes of the read.
+// The gets of one read, from the first to the completion of the last, even if the read ends earlier.
 struct UcxFlight : std::enable_shared_from_this<UcxFlight> {
   UcxFlight(UcxWorker& worker, std::shared_ptr<UcxEndpoint> endpoint) : worker(worker), endpoint(std::move(endpoint)) {}
 
-  // False where UCX refused it: see `failure`.
+  // False if UCX refused it: see `failure`.
   bool get(const UcxKey& key, uint64_t from, const UcxMemory& memory, uint8_t* to, size_t bytes);
   void flush();  // once, after the last get
 
@@ -83,13 +82,13 @@ struct UcxFlight : std::enable_shared_from_this<UcxFlight> {
 
  private:
   friend class UcxWorker;
-  struct Slot {
+  struct FlightSlot {
     UcxFlight* flight = nullptr;
     size_t bytes = 0;
     bool is_flush = false;
   };
-  void issue(ucp::Request request, Slot* slot);
-  void finish(Slot* slot, ucp::Status status);
+  void issue(ucp::Request request, FlightSlot* slot);
+  void finish(FlightSlot* slot, ucp::Status status);
   static void on_completed(void* request, ucp::Status status, void* slot);
 
   std::shared_ptr<UcxFlight> self_;  // while something is in flight
@@ -101,18 +100,18 @@ class UcxWorker {
   explicit UcxWorker(std::shared_ptr<UcxContext> context);
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
-  // Everything it opened is gone before it. What is still in flight is waited for, up to a bound.
+  // Everything that it opened must be gone before. Waits for gets in flight, up to a bound.
   ~UcxWorker();
 
   UcxContext& context() const { return *context_; }
-  const ucp::Library& library() const { return context_->library(); }
+  const ucp::UcxLibrary& library() const { return context_->library(); }
 
   // --- the loop of the IO thread ---
   int fd() const { return fd_; }        // readable: call woken()
   void woken() { is_armed_ = false; }
-  bool is_armed() const { return is_armed_; }  // if not, there may be work, a peer's too, of which the descriptor does not tell
-  void progress();                      // each round; at once where there is nothing to do
-  // Asked before the thread sleeps. False: there is more to be done at once; true: the descriptor tells, or wake_by() came.
+  bool is_armed() const { return is_armed_; }  // if not, there may be work, also of a peer, that the descriptor does not signal
+  void progress();                      // each round; returns at once if there is nothing to do
+  // Called before the thread sleeps. False: there is more to do at once; true: the descriptor or wake_by() wakes.
   bool may_sleep();
   Nanos wake_by() const;
 
@@ -123,7 +122,7 @@ class UcxWorker {
   // --- reader ---
   // Throws Error(no_lane), always with the reason.
   std::shared_ptr<RemoteMemory> open(SessionId session, const Map& map);
-  // One turn; false where nothing was done.
+  // One turn; false if nothing was done.
   bool progress_once();
 
  private:
@@ -131,21 +130,21 @@ class UcxWorker {
   friend class UcxKey;
   friend struct UcxFlight;
   friend class UcxPeer;
-  UcxFlight::Slot* take_slot();
+  UcxFlight::FlightSlot* take_slot();
 
   const std::shared_ptr<UcxContext> context_;
   ucp::Worker* handle_ = nullptr;
   int fd_ = -1;
   std::string address_;
   bool is_armed_ = false;
-  bool is_active_ = false;  // something was begun or done since it was last looked at
+  bool is_active_ = false;  // something was begun or done since the last check
   Nanos active_at_ = 0;     // when that was
   size_t requests_ = 0;  // in flight
   std::set<UcxEndpoint*> endpoints_;
   std::unordered_map<SessionId, std::weak_ptr<class UcxPeer>> peers_;
-  std::vector<std::unique_ptr<UcxFlight::Slot>> slots_;
-  std::vector<UcxFlight::Slot*> free_slots_;
-  std::vector<std::shared_ptr<UcxFlight>> finished_;  // let go outside of callbacks
+  std::vector<std::unique_ptr<UcxFlight::FlightSlot>> slots_;
+  std::vector<UcxFlight::FlightSlot*> free_slots_;
+  std::vector<std::shared_ptr<UcxFlight>> finished_;  // to be freed outside of callbacks
 };
 
 }  // namespace kvxfer

@@ -8,10 +8,10 @@ enum class Bug {
   none,
   skip_confirm,               // destination commits when the last byte landed, without asking
   verdict_before_last_byte,   // source judges when it queues the last bytes, not when they are out
-  verdict_of_lent,            // source judges when the kernel has references to the last bytes, not when they are read
+  verdict_of_zero_copy,       // source judges when the kernel has references to the last bytes, not when they are read
   free_before_drain,          // destination gives blocks back while a read may still write to them
   commit_twice,               // a repeated verdict commits again
-  renew_revives,              // a late renewal brings an expired grant back to life
+  renew_revives,              // a late renewal brings an expired grant back
   mix_two_sources,            // destination takes frames for a transfer from another source
   push_without_offer,         // destination fills a region that was removed, because a peer pushes to it
   notify_before_commit,       // a push's notification is told when the push comes, not when its bytes are committed

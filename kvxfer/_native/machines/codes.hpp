@@ -1,4 +1,4 @@
-// The stable error codes of the wire. Their names are the `code` of the exceptions in kvxfer/errors.py.
+// The stable error codes on the wire. Their names are the `code` of the exceptions in kvxfer/errors.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The reading half of the frame codec: the only code that looks at bytes of a peer.
+// The parsing half of the frame codec: the only code that parses bytes of a peer.
 #include <algorithm>
 
 #include "frames.hpp"
@@ -57,13 +57,13 @@ class Reader {
     ref.boot_nonce = bytes<16>();
     return ref;
   }
-  // A list's length is believed only as far as the body really holds it: no allocation ahead of the bytes.
+  // Checks a list's length against the bytes that are there: no allocation ahead of them.
   size_t count(size_t max, size_t entry_bytes, const char* what) {
     const auto value = number<uint32_t>();
     if (value > max || value * entry_bytes > in_.size()) fail(what);
     return value;
   }
-  // A list of numbers, of which count() said that the body holds them.
+  // A list of numbers, whose bytes count() has checked.
   std::vector<uint32_t> numbers(size_t count) {
     const std::string_view raw = raw_bytes(count * 4);
     std::vector<uint32_t> values(count);
@@ -72,18 +72,18 @@ class Reader {
   }
   WireList list() {
     WireList value;
-    const uint64_t grids = number<uint32_t>(), picks = number<uint32_t>();
-    const uint64_t size = grids * kGridBytes + picks * 4;
+    const uint64_t rows = number<uint32_t>(), indices = number<uint32_t>();
+    const uint64_t size = rows * kRangeBytes + indices * 4;
     if (size > kListBytesMax || size > in_.size()) fail("list of ranges is too long");
-    value.grids.resize(grids);
-    for (Grid& grid : value.grids) {
-      grid.region = number<uint32_t>();
-      grid.offset = number<uint64_t>();
-      grid.stride = number<uint64_t>();
-      grid.length = number<uint64_t>();
-      grid.count = number<uint32_t>();
+    value.rows.resize(rows);
+    for (StridedRange& range : value.rows) {
+      range.region = number<uint32_t>();
+      range.offset = number<uint64_t>();
+      range.stride = number<uint64_t>();
+      range.length = number<uint64_t>();
+      range.count = number<uint32_t>();
     }
-    value.picks = numbers(picks);
+    value.indices = numbers(indices);
     return value;
   }
   void end() const {
@@ -112,8 +112,8 @@ Pull read_pull(Reader& r) {
   f.block_bytes = r.number<uint64_t>();
   f.digest = r.bytes<32>();
   f.wait_ms = r.number<uint32_t>();
-  f.content = r.bytes<32>();
-  f.wants_sums = r.flag();
+  f.content_digest = r.bytes<32>();
+  f.wants_checksums = r.flag();
   return f;
 }
 
@@ -133,7 +133,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       Push f;
       f.id = r.id();
       f.lane = r.choice<Lane>(kLaneMax, "unknown lane");
-      f.wants_sums = r.flag();
+      f.wants_checksums = r.flag();
       f.deadline_ms = r.number<uint32_t>();
       f.has_notification = r.flag();
       f.notification = r.text(f.has_notification ? kNotifPieceMax : 0, "notification is too long");
@@ -156,10 +156,10 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.pool = r.number<uint32_t>();
       f.ids_first = r.number<uint32_t>();
       const auto count = r.count(kIdsMax, 4, "too many block ids");
-      const bool has_sums = r.flag();
-      if (has_sums && count == 0) Reader::fail("checksums of no block");
+      const bool has_checksums = r.flag();
+      if (has_checksums && count == 0) Reader::fail("checksums of no block");
       f.ids = r.numbers(count);
-      if (has_sums) f.sums = r.numbers(count);
+      if (has_checksums) f.checksums = r.numbers(count);
       return f;
     }
     case 5: {
@@ -170,9 +170,9 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.count = r.number<uint32_t>();
       f.complete = r.flag();
       const auto kind = r.number<uint8_t>();
-      if (kind > kDataIsLent) Reader::fail("no such kind of payload");
-      f.has_sums = kind == kDataHasSums;
-      f.is_lent = kind == kDataIsLent;
+      if (kind > kDataIsZeroCopy) Reader::fail("unknown kind of payload");
+      f.has_checksums = kind == kDataHasChecksums;
+      f.is_zero_copy = kind == kDataIsZeroCopy;
       f.payload_bytes = r.number<uint64_t>();
       if (f.payload_bytes > kPayloadMax) Reader::fail("payload is over its bound");
       return f;
@@ -258,7 +258,7 @@ Frame read_body(uint8_t kind, Reader& r) {
     case 16: {
       Fetch f;
       f.pull = read_pull(r);
-      f.pieces = r.list();
+      f.elements = r.list();
       return f;
     }
     case 17: {
@@ -287,7 +287,7 @@ Frame read_body(uint8_t kind, Reader& r) {
 }  // namespace
 
 void Decoder::check_usable() const {
-  if (is_broken_) throw Error(Code::protocol, "this stream already went wrong");
+  if (is_broken_) throw Error(Code::protocol, "this stream failed before");
 }
 
 void Decoder::feed(std::string_view bytes) {
@@ -341,7 +341,7 @@ std::string_view Decoder::take_payload(size_t max) {
 
 void Decoder::skip_payload(uint64_t bytes) {
   check_usable();
-  if (buffered() != 0 || bytes > payload_pending_) throw Error(Code::invalid_argument, "payload was not read that way");
+  if (buffered() != 0 || bytes > payload_pending_) throw Error(Code::invalid_argument, "payload bytes were not read from the socket");
   payload_pending_ -= bytes;
 }
 

@@ -1,4 +1,4 @@
-// What the machines ask of their shell. A machine never acts: it appends effects, in order, and the shell performs them.
+// What the machines ask of their shell. A machine performs nothing: it appends effects, in order, and the shell performs them.
 #pragma once
 
 #include "frames.hpp"
@@ -23,35 +23,35 @@ struct SendFrame {
   SessionId session;
   Frame frame;
 };
-struct SendMap {  // send, once a session, the MAP frame that lets the peer read pool or region `pool` by `lane`
+struct SendMap {  // send, once per session, the MAP frame that lets the peer read pool or region `pool` by `lane`
   SessionId session;
   uint32_t pool;
   Lane lane;
 };
-// Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_sums; answer with Endpoint::data_sent once
-// the kernel took the last byte. Where it took references alone the shell says so, in `frame` (is_lent) and in its answer. Where
-// the bytes cannot be read it says Endpoint::data_failed first, and what is left of them goes out as zeros. `sums`: of exactly
-// these blocks where the owner's `ready` brought them, else empty: compute.
+// Send `frame` and the bytes of `from`, followed by their CRC-32Cs if frame.has_checksums; answer with Endpoint::data_sent once the
+// kernel took the last byte. If the kernel took only references, the shell says so in `frame` (is_zero_copy) and in its answer. If
+// the bytes cannot be read, it calls Endpoint::data_failed first, and sends zeros for the rest. `checksums`: of exactly these
+// blocks if the owner's `ready` brought them, else empty: compute them.
 struct SendData {
   SessionId session;
   Data frame;
   Extent from;
-  std::vector<uint32_t> sums;
-  uint64_t serial = 0;  // of its grant: a peer may give a later one the same id, once this one is forgotten
+  std::vector<uint32_t> checksums;
+  uint64_t serial = 0;  // of its grant: a peer may reuse the id for a later grant, once this one is forgotten
 };
-// Read the peer's `from` into own `to`, of as many bytes piece by piece; answer with Endpoint::read_landed or read_stopped.
-// `sums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum). read_stopped(memory_gone):
-// memory of the peer, or of this agent, is not there, and will not be where it is tried again.
+// Read the peer's `from` into own `to`, which has as many bytes element by element; answer with Endpoint::read_landed or
+// read_stopped. `checksums`, if not empty: CRC-32Cs that the blocks must have, else read_stopped(checksum).
+// read_stopped(memory_gone): memory of the peer, or of this agent, is unmapped, and a retry will find it so.
 struct ReadBlocks {
   TransferId id;
   uint64_t token;
   SessionId session;
   Lane lane;
   Extent from, to;
-  std::vector<uint32_t> sums;
+  std::vector<uint32_t> checksums;
 };
 
-// The transfer that a read was begun for is over: its bytes are not wanted any more. It is answered as it would be, only sooner.
+// The transfer of this read is final, and its bytes are no longer needed. The read is answered as usual, but may stop early.
 struct StopRead {
   TransferId id;
 };
@@ -61,13 +61,13 @@ struct GrantEnded {  // exactly once a grant
   TransferId id;
   GrantState state;
 };
-// The owner's own posts only: pulls, fetches and pushes. What a peer's push made this agent pull ends in OfferEnded.
+// Only the owner's own pulls, fetches and pushes. A pull that a peer's push asked for ends in OfferEnded.
 struct TransferProgress {
   TransferId id;
   TransferState state;
   uint32_t done, total;
 };
-struct TransferGranted {  // a pull heard that its grant exists; again after a lost session where it has no blocks
+struct TransferGranted {  // a pull heard that its grant exists; repeated after a lost session while it has no blocks
   TransferId id;
 };
 struct TransferFinal {  // exactly once a transfer
@@ -76,18 +76,18 @@ struct TransferFinal {  // exactly once a transfer
   Code code;
   std::string text;
   Lane lane;  // the last one tried
-  std::string lane_notes;  // why earlier lanes were given up; empty where the first one served
+  std::string lane_notes;  // why earlier lanes were left; empty if the first one worked
   uint32_t attempts;
   uint32_t blocks_done;
   uint32_t blocks_before_complete;  // landed before the source had announced everything
   Nanos queue_ns, wire_ns, confirm_ns;  // posted to first read; sum of the reads; last byte to verdict
-  uint32_t blocks_checked;  // had the CRC-32C that their source told
-  SessionId session;        // the last word came over it; 0: over none
+  uint32_t blocks_checked;  // matched the CRC-32C that their source sent
+  SessionId session;        // its last frame came over it; 0: none
 };
 struct TransferDrained {  // exactly once, never before TransferFinal: the destination blocks are the owner's again
   TransferId id;
 };
-struct OfferEnded {  // a pull that a peer's push asked for is final; exactly once. Nothing of it lands from here on
+struct OfferEnded {  // a pull that a peer's push asked for is final, exactly once; nothing of it lands after this
   TransferId id;
   AgentRef from;
   TransferState state;

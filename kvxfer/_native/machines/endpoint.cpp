@@ -8,9 +8,9 @@ namespace kvxfer {
 
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
-  keep_guest(peer);
-  notifier_.peer_lives(peer);
-  peers_[peer] = Peer{key, control, false};
+  keep_bearer(peer);
+  notifier_.peer_alive(peer);
+  peers_[peer] = KnownPeer{key, control, false};
 }
 
 void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
@@ -23,21 +23,21 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
 }
 
 void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
-  const bool has_other_life = has_bug(Bug::mix_two_sources) &&
+  const bool has_other_incarnation = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
-  keep_guest(peer);
+  keep_bearer(peer);
   peers_.erase(peer);
-  if (!has_other_life) end_posts(peer, true, now, out);
-  owed_.erase(peer);
+  if (!has_other_incarnation) end_operations(peer, true, now, out);
+  unsent_ends_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
 }
 
-void Endpoint::end_posts(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out) {
-  for (auto it = posts_.begin(); it != posts_.end();) {
+void Endpoint::end_operations(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    const Post& post = *current->second;
-    if (post.peer() != peer || (post.is_offered() && !is_offered_too)) continue;
+    const Operation& operation = *current->second;
+    if (operation.peer() != peer || (operation.is_offered() && !is_offered_too)) continue;
     current->second->end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
     settle(current, now, out);
   }
@@ -52,8 +52,8 @@ Ledger& Endpoint::ledger(uint32_t pool) {
 }
 
 void Endpoint::add_pool(const PoolInfo& info) {
-  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kPieceBytesMax) {
-    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kPieceBytesMax) + " bytes, and at least one");
+  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kElementBytesMax) {
+    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kElementBytesMax) + " bytes, and at least one");
   }
   if (regions_.has(info.id) || !pools_.emplace(info.id, std::make_unique<Ledger>(info)).second) {
     throw Error(Code::invalid_argument, "pool id is taken");
@@ -68,32 +68,32 @@ void Endpoint::remove_pool(uint32_t pool) {
 }
 
 void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                     uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content) {
+                     uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content_digest) {
   if (ready_blocks > blocks.size()) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
-  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out, content);
+  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out, content_digest);
   if (ready_blocks != 0) grants_.ready(id, ready_blocks, 0, false, now, out);
 }
 
 void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-                     const std::vector<uint32_t>& sums) {
-  grants_.ready(id, blocks, layers, complete, now, out, sums);
+                     const std::vector<uint32_t>& checksums) {
+  grants_.ready(id, blocks, layers, complete, now, out, checksums);
 }
 
 GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why) {
-  if (grants_.is_of_pieces(id)) throw Error(Code::grant_unknown, "no such grant");
+  if (grants_.is_of_elements(id)) throw Error(Code::grant_unknown, "no such grant");
   return grants_.end(id, event, now, out, why);
 }
 
 void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
-  if (posts_.size() >= limits_.transfers_max) {
+  if (operations_.size() >= limits_.transfers_max) {
     throw Error(Code::limit_exceeded, "transfers_max (" + std::to_string(limits_.transfers_max) + ") is reached");
   }
-  if (posts_.count(id) != 0 || finished_.count(id) != 0 || offers_ended_.count(id) != 0) {
+  if (operations_.count(id) != 0 || finished_.count(id) != 0 || offers_ended_.count(id) != 0) {
     throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
   }
   if (peer == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
   if (!knows(peer) || is_away(peer)) {
-    throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
+    throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that incarnation");
   }
 }
 
@@ -101,70 +101,70 @@ void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
   Ledger& into = ledger(pool);
   check_room(spec.id, spec.source);
   drop_unserved(spec.lanes);
-  std::unique_ptr<Hold> hold;
+  std::unique_ptr<MemoryClaim> claim;
   if (spec.blocks.empty()) {
-    hold = std::make_unique<NoBlocks>(into, spec.count);
+    claim = std::make_unique<NoBlocks>(into, spec.count);
   } else {
-    hold = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
+    claim = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
   }
-  post(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now), now, out);
+  start(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(claim), now), now, out);
 }
 
 void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is under way");
+  if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is in progress");
   if (blocks.empty()) throw Error(Code::invalid_argument, "a transfer needs at least one block");
-  auto hold = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
-  transfer->reserve(std::move(hold), first, now, out);
-  settle(posts_.find(id), now, out);
+  auto claim = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
+  transfer->reserve(std::move(claim), first, now, out);
+  settle(operations_.find(id), now, out);
 }
 
 bool Endpoint::unreserve(const TransferId& id, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
   if (transfer == nullptr || !transfer->is_pull() || !transfer->can_unreserve()) return false;
   transfer->unreserve(std::make_unique<NoBlocks>(ledger(transfer->into().pool()->id), transfer->total()), now, out);
-  settle(posts_.find(id), now, out);
+  settle(operations_.find(id), now, out);
   return true;
 }
 
 void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
-  const auto it = posts_.find(id);
-  if (it == posts_.end() || it->second->is_offered()) return;
+  const auto it = operations_.find(id);
+  if (it == operations_.end() || it->second->is_offered()) return;
   it->second->end(TransferState::Cancelled, Code::cancelled, "cancelled", now, out);
   settle(it, now, out);
 }
 
-void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
-  if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
+void Endpoint::abort_pull(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
+  if (operations_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
   if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
-  say_last(source, last_word(id, now), now, out);
+  send_end(source, unacked_end(id, now), now, out);
 }
 
-// By a session that is up, or as soon as one is.
-void Endpoint::say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out) {
+// Sends it over a session that is up, or as soon as one is.
+void Endpoint::send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out) {
   if (!knows(source) || is_away(source)) return;
   if (const SessionId session = find_up(source)) {
-    say_last_over(session, sessions_.at(session), owed, now, out);
+    send_end_over(session, sessions_.at(session), end, now, out);
   } else {
-    owed_[source].add(owed);
+    unsent_ends_[source].add(end);
   }
 }
 
-void Endpoint::say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out) {
-  if (now >= owed.until) return;
-  out.push_back(SendFrame{id, owed.is_of_push ? Frame(Revoke{owed.id, Code::grant_revoked}) : Frame(Release{owed.id})});
-  session.last_words.add(owed);
+void Endpoint::send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out) {
+  if (now >= end.until) return;
+  out.push_back(SendFrame{id, end.is_of_push ? Frame(Revoke{end.id, Code::grant_revoked}) : Frame(Release{end.id})});
+  session.unacked_ends.add(end);
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
-  if (const auto it = posts_.find(id); it != posts_.end() && !it->second->is_offered()) return it->second->state();
+  if (const auto it = operations_.find(id); it != operations_.end() && !it->second->is_offered()) return it->second->state();
   if (const auto it = finished_.find(id); it != finished_.end()) return it->second;
   return std::nullopt;
 }
 
 uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Effects& out) {
   const auto peer = peers_.find(to);
-  if (peer == peers_.end() || is_away(to)) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that life");
+  if (peer == peers_.end() || is_away(to)) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that incarnation");
   const uint64_t seq = notifier_.post(to, std::move(payload), now);
   if (const SessionId session = find_up(to)) {
     notifier_.flush(to, session, false, now, out);
@@ -178,8 +178,8 @@ uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Ef
 // --- data ---
 
 Transfer* Endpoint::find_transfer(const TransferId& id) const {
-  const auto it = posts_.find(id);
-  return it != posts_.end() ? it->second->as_transfer() : nullptr;
+  const auto it = operations_.find(id);
+  return it != operations_.end() ? it->second->as_transfer() : nullptr;
 }
 
 Transfer* Endpoint::transfer_of(SessionId session, const TransferId& id) {
@@ -187,9 +187,9 @@ Transfer* Endpoint::transfer_of(SessionId session, const TransferId& id) {
   return transfer != nullptr && transfer->session() == session ? transfer : nullptr;
 }
 
-void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                          uint64_t serial) {
-  grants_.data_sent(session, id, attempt, count, is_lent, now, out, serial);
+  grants_.data_sent(session, id, attempt, count, is_zero_copy, now, out, serial);
 }
 
 Landing Endpoint::data_arrives(SessionId session, const Data& data, Nanos now) {
@@ -205,125 +205,126 @@ bool Endpoint::is_landing(const TransferId& id, uint64_t token) const {
 
 void Endpoint::read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr) throw Error(Code::internal, "a read landed for a transfer that is over");
+  if (transfer == nullptr) throw Error(Code::internal, "a read landed for a transfer that has ended");
   transfer->landed(token, now, out);
-  settle(posts_.find(id), now, out);
+  settle(operations_.find(id), now, out);
 }
 
 void Endpoint::read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr) throw Error(Code::internal, "a read stopped for a transfer that is over");
+  if (transfer == nullptr) throw Error(Code::internal, "a read stopped for a transfer that has ended");
   transfer->stopped(token, code, text, now, out);
-  settle(posts_.find(id), now, out);
+  settle(operations_.find(id), now, out);
 }
 
-// --- posts and time ---
+// --- operations and time ---
 
-void Endpoint::post(std::unique_ptr<Post> post, Nanos now, Effects& out) {
-  const TransferId id = post->id();
-  settle(posts_.emplace(id, std::move(post)).first, now, out);
+void Endpoint::start(std::unique_ptr<Operation> operation, Nanos now, Effects& out) {
+  const TransferId id = operation->id();
+  settle(operations_.emplace(id, std::move(operation)).first, now, out);
 }
 
-void Endpoint::connect(Post& post, Nanos now, Effects& out) {
-  AgentRef peer = post.peer();
+void Endpoint::connect(Operation& operation, Nanos now, Effects& out) {
+  AgentRef peer = operation.peer();
   if (has_bug(Bug::mix_two_sources)) {
     for (const auto& [other, _] : peers_) {
-      if (other.agent_id == peer.agent_id) peer = other;  // the newest life comes last
+      if (other.agent_id == peer.agent_id) peer = other;  // the newest incarnation comes last
     }
   }
-  if (!knows(peer)) return post.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
-  if (const SessionId session = find_session(peer, post, out)) return attach(post, session, now, out);
-  if (is_guest(peer) && !post.is_offered()) return post.lane_closed("a guest is reached over the session it opened only", now, out);
-  post.dialing();
-  if (!post.is_offered()) dial(peer, session_kind(post.lane()), out);
+  if (!knows(peer)) return operation.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
+  if (const SessionId session = find_session(peer, operation, out)) return attach(operation, session, now, out);
+  if (is_bearer(peer) && !operation.is_offered()) return operation.lane_closed("a bearer peer is reached only over the sessions that it opened", now, out);
+  operation.dialing();
+  if (!operation.is_offered()) dial(peer, session_kind(operation.lane()), out);
 }
 
-void Endpoint::attach(Post& post, SessionId session, Nanos now, Effects& out) {
-  post.session_up(session, has_maps(sessions_.at(session), post), now, out);
+void Endpoint::attach(Operation& operation, SessionId session, Nanos now, Effects& out) {
+  operation.session_up(session, has_maps(sessions_.at(session), operation), now, out);
 }
 
-// The session that a post is on, as the post sees it. Silence is counted from the moment in which somebody waits for an
-// answer: an idle session is not a silent one.
-void Endpoint::follow_session(Post& post, Nanos now, Effects& out) {
-  if (post.listed_on == post.session()) return;
-  detach(post);
-  const auto found = sessions_.find(post.session());
+// Moves the operation to the list of its current session. Silence counts from the moment when an operation waits for an answer: an
+// idle session is not a silent one.
+void Endpoint::follow_session(Operation& operation, Nanos now, Effects& out) {
+  if (operation.listed_on == operation.session()) return;
+  detach(operation);
+  const auto found = sessions_.find(operation.session());
   if (found == sessions_.end()) return;
   Session& session = found->second;
-  if (session.posts.empty()) {
-    probe(post.session(), session, now, out);
+  if (session.operations.empty()) {
+    probe(operation.session(), session, now, out);
     session.heard_at = now;
     session.pinged_at = 0;
   }
-  session.posts.insert(post.id());
-  watched_.insert(post.session());
-  post.listed_on = post.session();
+  session.operations.insert(operation.id());
+  watched_.insert(operation.session());
+  operation.listed_on = operation.session();
 }
 
-void Endpoint::detach(Post& post) {
-  if (post.listed_on == 0) return;
-  if (const auto found = sessions_.find(post.listed_on); found != sessions_.end()) {
-    found->second.posts.erase(post.id());
-    if (found->second.posts.empty() && found->second.is_up()) watched_.erase(post.listed_on);
+void Endpoint::detach(Operation& operation) {
+  if (operation.listed_on == 0) return;
+  if (const auto found = sessions_.find(operation.listed_on); found != sessions_.end()) {
+    found->second.operations.erase(operation.id());
+    if (found->second.operations.empty() && found->second.is_up()) watched_.erase(operation.listed_on);
   }
-  post.listed_on = 0;
+  operation.listed_on = 0;
 }
 
-void Endpoint::wake(Post& post, Nanos at) {
-  if (post.woken_at == at) return;
+void Endpoint::wake(Operation& operation, Nanos at) {
+  if (operation.woken_at == at) return;
   decltype(wakes_)::node_type node;
-  if (post.woken_at != kNever) node = wakes_.extract({post.woken_at, post.id()});
-  post.woken_at = at;
+  if (operation.woken_at != kNever) node = wakes_.extract({operation.woken_at, operation.id()});
+  operation.woken_at = at;
   if (at == kNever) return;
   if (node.empty()) {
-    wakes_.emplace(at, post.id());
+    wakes_.emplace(at, operation.id());
   } else {
     node.value().first = at;
     wakes_.insert(std::move(node));
   }
 }
 
-// After every event of a post: connect it where it needs that, remember when to look again, forget it when it is over.
-void Endpoint::settle(Posts::iterator it, Nanos now, Effects& out) {
-  Post& post = *it->second;
-  while (post.needs_session(now)) connect(post, now, out);
-  if (!post.is_over()) {
-    if (post.is_offered() && is_final(post.state())) offers_draining_.insert(post.id());
-    follow_session(post, now, out);
-    return wake(post, post.wake_at());
+// Called after every event of an operation: connects it if it needs a session, schedules its next tick, and forgets it once it is
+// over.
+void Endpoint::settle(Operations::iterator it, Nanos now, Effects& out) {
+  Operation& operation = *it->second;
+  while (operation.needs_session(now)) connect(operation, now, out);
+  if (!operation.is_over()) {
+    if (operation.is_offered() && is_final(operation.state())) offers_draining_.insert(operation.id());
+    follow_session(operation, now, out);
+    return wake(operation, operation.wake_at());
   }
-  const std::unique_ptr<Post> over = std::move(it->second);
-  posts_.erase(it);
+  const std::unique_ptr<Operation> over = std::move(it->second);
+  operations_.erase(it);
   detach(*over);
   wake(*over, kNever);
   finish(*over, now, out);
 }
 
-void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
-  const Transfer* transfer = const_cast<Post&>(post).as_transfer();
-  if (post.is_offered()) return end_offer(*transfer, out);
-  const TransferId& id = post.id();
-  finished_[id] = post.state();
+void Endpoint::finish(const Operation& operation, Nanos now, Effects& out) {
+  const Transfer* transfer = const_cast<Operation&>(operation).as_transfer();
+  if (operation.is_offered()) return end_offer(*transfer, out);
+  const TransferId& id = operation.id();
+  finished_[id] = operation.state();
   finished_order_.push_back(id);
   if (finished_order_.size() > limits_.finished_max) {
     finished_.erase(finished_order_.front());
     finished_order_.pop_front();
   }
   if (transfer == nullptr) {
-    const PushPost& push = *const_cast<Post&>(post).as_push();
+    const PushOperation& push = *const_cast<Operation&>(operation).as_push();
     stop_reader(push, now, out);
-    return notify_ended(post, push.own_notification(), now, out);
+    return notify_ended(operation, push.own_notification(), now, out);
   }
-  if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
-    session->second.last_words.add(last_word(id, now));  // it said so itself
+  if (const auto session = sessions_.find(operation.session()); session != sessions_.end()) {
+    session->second.unacked_ends.add(unacked_end(id, now));  // the transfer sent RELEASE
   } else {
-    say_last(post.peer(), last_word(id, now), now, out);
+    send_end(operation.peer(), unacked_end(id, now), now, out);
   }
-  notify_ended(post, transfer->spec().notification, now, out);
+  notify_ended(operation, transfer->spec().notification, now, out);
 }
 
-bool Endpoint::is_peer(const AgentRef& peer, const Post& post) const {
-  return peer == post.peer() || (has_bug(Bug::mix_two_sources) && peer.agent_id == post.peer().agent_id);
+bool Endpoint::is_peer(const AgentRef& peer, const Operation& operation) const {
+  return peer == operation.peer() || (has_bug(Bug::mix_two_sources) && peer.agent_id == operation.peer().agent_id);
 }
 
 void Endpoint::tick(Nanos now, Effects& out) {
@@ -334,8 +335,8 @@ void Endpoint::tick(Nanos now, Effects& out) {
   std::vector<SessionId> quiet;
   for (const SessionId id : watched_) {
     Session& session = sessions_.at(id);
-    if (session.is_up() && session.posts.empty() && session.probed_at == 0) {
-      quiet.push_back(id);  // it answered its probe, and no frame waits for it
+    if (session.is_up() && session.operations.empty() && session.probed_at == 0) {
+      quiet.push_back(id);  // it answered its probe, and no operation waits for it
     } else if (!session.is_up()) {
       if (now >= session.deadline) lost.emplace_back(id, "the handshake took too long");
     } else if (now - session.heard_at >= 2 * stall) {
@@ -350,12 +351,12 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
-    const auto it = posts_.find(id);  // there, or it would not be woken
+    const auto it = operations_.find(id);  // exists, or it would not be in wakes_
     wake(*it->second, kNever);
     it->second->tick(now, out);
     settle(it, now, out);
-    // Whatever it wants, it has had its turn: an endpoint that asks for this very moment again would never sleep.
-    if (const auto again = posts_.find(id); again != posts_.end() && again->second->woken_at <= now) wake(*again->second, now + kMillisecond);
+    // Each operation gets one turn per tick: if one asked for this same moment again, the endpoint would never sleep.
+    if (const auto again = operations_.find(id); again != operations_.end() && again->second->woken_at <= now) wake(*again->second, now + kMillisecond);
   }
   judge_probes(now, out);
   for (const AgentRef& peer : notifier_.overdue(now, stall)) {
@@ -388,9 +389,9 @@ EndpointCounts Endpoint::counts() const {
     counts.pools.push_back({id, ledger->info().block_count, ledger->granted_count(), ledger->reserved_count(), ledger->quarantined_count()});
   }
   for (const auto& [id, region] : regions_.all()) counts.regions.push_back({id, region.info.bytes, region.grants, region.landings});
-  for (const auto& [_, post] : posts_) {
-    ++(is_final(post->state()) ? counts.transfers_draining : counts.transfers_live);
-    if (const Transfer* transfer = post->as_transfer(); transfer != nullptr && transfer->is_waiting()) {
+  for (const auto& [_, operation] : operations_) {
+    ++(is_final(operation->state()) ? counts.transfers_draining : counts.transfers_live);
+    if (const Transfer* transfer = operation->as_transfer(); transfer != nullptr && transfer->is_waiting()) {
       ++(transfer->is_granted() ? counts.pulls_granted : transfer->is_queued() ? counts.pulls_queued : counts.pulls_unknown);
     }
   }

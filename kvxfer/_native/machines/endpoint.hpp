@@ -1,15 +1,15 @@
-// One agent's machines behind one door: sessions, grants, transfers, notifications. Takes events from its shell, returns
-// effects; owns no socket, thread or clock. Production's IO thread and the simulator drive this same class.
+// One agent's machines as one class: sessions, grants, transfers, notifications. It takes events from its shell and returns
+// effects; it owns no socket, thread or clock. The production event loop and the simulator drive this same class.
 //
-// What lives here and not in the parts is only how they meet: which session carries which transfer, who may speak of
-// which grant, what a lost session or a dead peer means to each of them, and when to look again.
+// This class decides how the machines meet: which session carries which transfer, which peer may act on which grant, what a lost
+// session or a dead peer means to each of them, and when to look again.
 //
-// Three files: endpoint.cpp (the owner's acts, posts, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
-// DONE mean here).
+// Three files: endpoint.cpp (the owner's calls, operations, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH
+// and DONE mean here).
 //
-// A session that carried nothing for a while may be gone without a word: whatever keeps state on the way (NAT, a balancer) forgot
-// it. So the first to use it again has it probed, and where no byte comes back soon another session is dialed beside it; if that
-// is up first, the old one is dropped. A peer that is only slow costs a session too many, until the next probe.
+// A TCP session that carried nothing for a while may be dead without notice, because a NAT or a balancer on the path forgot it. So
+// the first operation that uses it again probes it with a PING. If no byte comes back soon, the endpoint dials a second session,
+// and closes the first one if the second is up first. If the peer is only slow, this costs one extra session until the next probe.
 //
 // Not thread-safe: the shell serialises calls.
 #pragma once
@@ -22,9 +22,9 @@
 #include "grant.hpp"
 #include "notifier.hpp"
 #include "push.hpp"
-#include "last_words.hpp"
 #include "session.hpp"
 #include "transfer.hpp"
+#include "unacked_ends.hpp"
 
 namespace kvxfer {
 
@@ -32,15 +32,15 @@ struct EndpointLimits {
   GrantLimits grants;
   TransferLimits transfers;
   size_t transfers_max = 65536;
-  size_t finished_max = 65536;  // final states that can still be asked for
+  size_t finished_max = 65536;  // final states that transfer_state() still knows
   size_t sessions_max = 4096;
-  size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them
+  size_t refusals_max = 64;  // refused requests of one session's peer; the last of them ends the session
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
-  size_t notification_queue_bytes_max = 64 << 20;  // that wait for one peer, those of posts under way among them
+  size_t notification_queue_bytes_max = 64 << 20;  // waiting for one peer, with those of operations in progress
   size_t notification_piece_bytes = kNotifPieceMax;  // what goes in one frame
   Nanos handshake_ns = 1'500 * kMillisecond;
-  uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane each
+  uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane for each
   size_t stripes = 1;  // connections to one peer that its transfers may be spread over (stream, unix)
 };
 
@@ -50,15 +50,15 @@ struct Landing {
   Extent to;
 };
 
-// A read or a write of registered memory. Piece i of `remote` and of `local` have the same length.
+// A read or a write of registered memory. Element i of `remote` and of `local` have the same length.
 struct PostSpec {
   TransferId id;
   AgentRef peer;
-  PieceList local, remote;
+  ElementList local, remote;
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;
-  bool wants_sums = false;
+  bool wants_checksums = false;
   std::optional<std::string> notification;  // to the peer's owner, once committed
 };
 
@@ -94,91 +94,90 @@ class Endpoint {
   // --- what the directory says ---
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
-  // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
-  // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one: as soon as it would
-  // have given us up itself, where it reads or writes, else at once; what is ours for it ends with that session. Peers that
-  // were named prove it too where they dial; their own key is what we prove where we dial them.
-  // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
-  // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
-  // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
-  // asks for runs where that PUSH came.
-  void set_guest_key(const Bytes32& key);
-  // From now on a peer that nobody named may open a session if it proves the session_key of its life and ours under `root`,
-  // and is known from then on, until its peer_dead: there is nobody who could name it. Each throws Error(invalid_argument) beside
-  // the other: a guest's name is only what it says of itself, and would be taken for a proven one.
-  void set_root(const Bytes32& root);
-  // The known death of exactly this life.
+  // From now on an unregistered peer may open a session if it proves this key, which our metadata contains: a bearer peer. The
+  // endpoint reaches it only over sessions that it opened, and forgets it (peer_dead) after the last one: at once, or, while it
+  // reads or writes, when it would itself have given this agent up. Our own posts to it end with its last session. Registered
+  // peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
+  // A bearer peer can use any name. So on a session opened with this key, PULL and RELEASE reach only grants of regions that a
+  // FETCH or an own push made for that very name, and our operations and notifications for a registered peer never use it: for those
+  // we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH came by.
+  void accept_bearer_key(const Bytes32& key);
+  // From now on an unregistered peer may open a session if it proves the session_key of both incarnations, derived from
+  // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
+  // Error(invalid_argument): a bearer peer claims its name, and that claim must not pass for a proven name.
+  void accept_derived_keys(const Bytes32& cluster_secret);
+  // Exactly this incarnation is known to be dead.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
   bool is_connected(const AgentRef& peer) const { return up_.count(peer) != 0; }
 
   // --- the owner's acts; each throws Error ---
   void add_pool(const PoolInfo& info);
-  void set_digest(uint32_t pool, const Bytes32& digest);  // pulls that are judged from now on are judged by this one
+  void set_digest(uint32_t pool, const Bytes32& digest);  // for pulls that are judged from now on
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-             uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});
+             uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content_digest = {});
   void expect(const TransferId& id, const std::string& reader) { grants_.expect(id, reader); }
   void pulse(bool has_work, bool took_in, Nanos now) { grants_.pulse(has_work, took_in, now); }
   bool has_begun(const TransferId& id) const { return grants_.has_begun(id); }
-  void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
-  // `sums`: CRC-32C of the blocks that became ready by this call, or none.
+  void abort_grant(const TransferId& id, Effects& out) { grants_.abort_grant(id, out); }
+  // `checksums`: CRC-32C of the blocks that became ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-             const std::vector<uint32_t>& sums = {});
-  // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool goes without checks.
+             const std::vector<uint32_t>& checksums = {});
+  // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool has no checksums.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why = {});
   std::string bind_grant(const TransferId& id, const std::string& reader, Nanos now) { return grants_.bind(id, reader, now); }
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   bool is_granted(const TransferId& id, uint64_t serial, Nanos now) const { return grants_.is_alive(id, serial, now); }
-  // `spec.blocks` may be none where `spec.count` is not 0: then the pull asks whether its grant exists, and waits for reserve().
+  // `spec.blocks` may be empty where `spec.count` is not 0: then the pull asks whether its grant exists, and waits for reserve().
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
-  // Give a pull that has none its blocks, for the grant's positions from `first` on. Throws Error(invalid_argument): it has
-  // some, or is over; blocks_busy.
+  // Gives blocks to a pull that has none, for the grant's positions from `first` on. Throws Error(invalid_argument) if the pull has
+  // blocks or is final; blocks_busy.
   void reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out);
-  // Take the blocks of a pull back as long as its grant is not known to exist: it waits on without them. False, and nothing
-  // changed: they are in use, or it is over.
+  // Takes the blocks of a pull back while its grant is not known to exist; the pull then waits without them. Returns false, and
+  // changes nothing, if the blocks are in use or the pull is final.
   bool unreserve(const TransferId& id, Nanos now, Effects& out);
-  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument: the id is or was taken, no bytes.
+  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument for an id that is or was taken, or no bytes.
   void add_region(const RegionInfo& info);
-  // Ends every grant over it (revoked), own pushes and what peers' pushes still bring, and refuses what comes. Throws
-  // blocks_busy while an own fetch may write there (nothing was done), or until what a peer's push brought has drained: what
-  // was ended then stays so, nothing new is let in, and the call is to be made again.
+  // Revokes every grant over the region, ends own pushes from it and peers' writes into it, and refuses new ones. Throws
+  // blocks_busy while an own fetch may write there (and then changes nothing), and until peers' writes have drained (then the
+  // region stays withdrawn, and the caller calls again).
   void remove_region(uint32_t region, Nanos now, Effects& out);
-  // Whether it was taken back already, and is there only because something may still land in it.
+  // Whether the region was removed already, and remains only because something may still land in it.
   bool is_withdrawn(uint32_t region) const {
     const auto found = regions_.all().find(region);
     return found != regions_.all().end() && found->second.is_withdrawn;
   }
-  // Read the peer's pieces into ours, or have the peer pull ours into its own; each is told by TransferFinal and TransferDrained.
-  // Throws invalid_argument (lists of unequal length, a piece outside its own region), peer_gone, limit_exceeded, no_lane.
+  // Reads the peer's elements into ours, or has the peer pull ours into its own. TransferFinal and TransferDrained report each.
+  // Throws invalid_argument (lists of unequal length, an element outside its own region), peer_gone, limit_exceeded, no_lane.
   void fetch(PostSpec spec, Nanos now, Effects& out);
   void push(PostSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push
-  // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
-  void give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
+  // This agent will never pull `id` from `source`: tells the source, if it can be reached.
+  void abort_pull(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
   uint64_t notify(const AgentRef& to, std::string payload, Nanos now, Effects& out);
 
-  // --- what the shell did ---
+  // --- what the shell reports ---
   // A connection that a Dial effect asked for is up; returns its session. `nonce`: 32 random bytes.
   SessionId dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
   void dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out);
   SessionId accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
   void closed(SessionId session, Nanos now, Effects& out);
-  void heard(SessionId session, Nanos now);  // bytes came, a whole frame perhaps not yet
+  void heard(SessionId session, Nanos now);  // bytes came, perhaps not yet a whole frame
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
 
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);
-  // The shell's, also after the session ended; see GrantTable.
+  // The shell calls it also after the session ended; see GrantTable.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
     grants_.data_failed(id, serial, code, text, now, out);
   }
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
-  // Whether a PUSH of this id would be taken for one that came before.
-  bool has_met(const TransferId& id) const { return posts_.count(id) != 0 || offers_ended_.count(id) != 0; }
+  // Whether a PUSH of this id counts as a repeat.
+  bool has_met(const TransferId& id) const { return operations_.count(id) != 0 || offers_ended_.count(id) != 0; }
   void read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out);
   void read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);
 
@@ -189,11 +188,11 @@ class Endpoint {
  private:
   static constexpr uint64_t kOfferBytesMax = 256ull << 20;  // of the lists of one peer's pushes
 
-  struct Peer {
+  struct KnownPeer {
     Bytes32 key{};
     SessionKind control = SessionKind::Tcp;
-    bool is_guest = false;
-    Nanos leaves_at = kNever;  // a guest without a session: when it is forgotten
+    bool is_bearer = false;
+    Nanos leaves_at = kNever;  // of a bearer peer without a session: when it is forgotten
   };
   struct Session {
     SessionKind kind = SessionKind::Tcp;
@@ -204,39 +203,39 @@ class Endpoint {
     Nanos opened_at = 0, round_trip = 0;           // the handshake took no less than one
     Nanos probed_at = 0;                           // after idleness, and nothing was heard since; 0: it was not
     bool is_suspect = false;                       // the probe was not answered in time
-    std::set<TransferId> posts;                    // attached
+    std::set<TransferId> operations;               // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
-    bool is_by_guest_key = false;                  // its name is only what it says of itself
-    LastWords last_words{};                       // over it
-    Bytes32 derived_key{};                         // of a peer that nobody named, under the root
+    bool is_by_bearer_key = false;                 // the peer claims its name and does not prove it
+    UnackedEnds unacked_ends{};                    // sent over it
+    Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
     uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
-  struct OfferShare {
-    AgentRef of;
-    uint64_t weight = 0;
+  struct OfferCharge {
+    AgentRef to;
+    uint64_t cost = 0;
   };
   struct EndedOffer {
     AgentRef from;
     Done done;
   };
   using Sessions = std::map<SessionId, Session>;
-  using Posts = std::map<TransferId, std::unique_ptr<Post>>;
+  using Operations = std::map<TransferId, std::unique_ptr<Operation>>;
 
   // sessions (endpoint_sessions.cpp)
   const Bytes32* key_of(const AgentRef& peer, Session& session) const;
-  bool is_guest(const AgentRef& peer) const;
-  void on_guest_gone(const AgentRef& guest, Nanos now, Effects& out);
-  void keep_guest(const AgentRef& guest);
+  bool is_bearer(const AgentRef& peer) const;
+  void on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out);
+  void keep_bearer(const AgentRef& bearer);
   void forget_leaving(Nanos now, Effects& out);
-  bool is_away(const AgentRef& peer) const { return is_guest(peer) && !is_connected(peer); }
+  bool is_away(const AgentRef& peer) const { return is_bearer(peer) && !is_connected(peer); }
   bool carries_ours(const Session& session) const;
-  bool carries(const Session& session, const Post& post) const;
-  // Guests choose their names: all together are one peer where something is shared out.
-  AgentRef share_of(const AgentRef& peer) const { return is_guest(peer) ? AgentRef{} : peer; }
+  bool carries(const Session& session, const Operation& operation) const;
+  // Bearer peers choose their own names, so all of them together have the quota of one peer.
+  AgentRef charged_peer(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
   SessionId open(Session session);
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
-  SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
+  SessionId find_session(const AgentRef& peer, const Operation& operation, Effects& out);
   void dial(const AgentRef& peer, SessionKind kind, Effects& out);
   Nanos quiet_ns() const { return limits_.transfers.stall_ns / 4; }
   Nanos probe_at(const Session& session) const;
@@ -251,7 +250,7 @@ class Endpoint {
   void on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out);
   void on_refusals(SessionId id, uint64_t count);
   void on_map(Session& session, const Map& map);
-  static bool has_maps(const Session& session, const Post& post);
+  static bool has_maps(const Session& session, const Operation& operation);
 
   // registered memory (endpoint_regions.cpp)
   bool serves(Lane lane) const { return (limits_.lanes >> static_cast<unsigned>(lane) & 1) != 0; }
@@ -262,36 +261,36 @@ class Endpoint {
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void on_done(SessionId session, const AgentRef& peer, const Done& done, Nanos now, Effects& out);
   void on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out);
-  void stop_reader(const PushPost& push, Nanos now, Effects& out);
-  void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
+  void stop_reader(const PushOperation& push, Nanos now, Effects& out);
+  void go_on_with(Operations::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
-  bool is_draining_into(const Hold& into, const AgentRef& peer) const;
+  bool is_draining_into(const MemoryClaim& into, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
-  void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
+  void remember(const TransferId& id, const AgentRef& charged, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
-  void notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out);
-  PushPost* push_of(const AgentRef& peer, const TransferId& id);
+  void notify_ended(const Operation& operation, const std::optional<std::string>& notification, Nanos now, Effects& out);
+  PushOperation* push_of(const AgentRef& peer, const TransferId& id);
 
-  // posts
+  // operations
   Ledger& ledger(uint32_t pool);
   void check_room(const TransferId& id, const AgentRef& peer) const;
   void forget(const AgentRef& peer, Nanos now, Effects& out);
-  void end_posts(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
-  void post(std::unique_ptr<Post> post, Nanos now, Effects& out);
+  void end_operations(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
+  void start(std::unique_ptr<Operation> operation, Nanos now, Effects& out);
   Transfer* transfer_of(SessionId session, const TransferId& id);
   Transfer* find_transfer(const TransferId& id) const;
-  void attach(Post& post, SessionId session, Nanos now, Effects& out);
-  void connect(Post& post, Nanos now, Effects& out);
-  void follow_session(Post& post, Nanos now, Effects& out);
-  void detach(Post& post);
-  void wake(Post& post, Nanos at);
-  void settle(Posts::iterator it, Nanos now, Effects& out);
-  void finish(const Post& post, Nanos now, Effects& out);
-  LastWord last_word(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
-  void say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out);
-  void say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out);
-  bool is_peer(const AgentRef& peer, const Post& post) const;
+  void attach(Operation& operation, SessionId session, Nanos now, Effects& out);
+  void connect(Operation& operation, Nanos now, Effects& out);
+  void follow_session(Operation& operation, Nanos now, Effects& out);
+  void detach(Operation& operation);
+  void wake(Operation& operation, Nanos at);
+  void settle(Operations::iterator it, Nanos now, Effects& out);
+  void finish(const Operation& operation, Nanos now, Effects& out);
+  UnackedEnd unacked_end(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.lifetime_max_ns, false}; }
+  void send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out);
+  void send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out);
+  bool is_peer(const AgentRef& peer, const Operation& operation) const;
 
   AgentRef self_;
   EndpointLimits limits_;
@@ -299,28 +298,28 @@ class Endpoint {
   Regions regions_;
   GrantTable grants_;
   Notifier notifier_;
-  std::map<AgentRef, Peer> peers_;
-  std::optional<Bytes32> guest_key_, root_;
-  std::set<std::pair<Nanos, AgentRef>> leaving_;  // Peer::leaves_at of those in peers_
+  std::map<AgentRef, KnownPeer> peers_;
+  std::optional<Bytes32> bearer_key_, cluster_secret_;
+  std::set<std::pair<Nanos, AgentRef>> leaving_;  // KnownPeer::leaves_at of those in peers_
 
   Sessions sessions_;
   SessionId next_session_ = 1;
   std::map<AgentRef, std::vector<SessionId>> up_;  // oldest first
-  std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
+  std::set<SessionId> watched_;                    // opening, or with operations attached: those whose silence says something
   size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
-  std::map<AgentRef, LastWords> owed_;  // to be said when a session is up
+  std::map<AgentRef, UnackedEnds> unsent_ends_;  // to be sent when a session is up
 
-  Posts posts_;
-  std::set<std::pair<Nanos, TransferId>> wakes_;  // Post::woken_at of those in posts_
+  Operations operations_;
+  std::set<std::pair<Nanos, TransferId>> wakes_;  // Operation::woken_at of those in operations_
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
 
-  Shares offers_;
-  std::map<TransferId, OfferShare> offer_shares_;  // live
+  PeerQuota offers_;
+  std::map<TransferId, OfferCharge> offer_charges_;  // live
   std::set<TransferId> offers_draining_;           // final, and a read may still land
   std::map<TransferId, EndedOffer> offers_ended_;
-  std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by share, oldest first
+  std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by the peer that is charged, oldest first
 };
 
 }  // namespace kvxfer

@@ -1,4 +1,4 @@
-// How the endpoint's sessions come, go and carry posts.
+// How the endpoint's sessions open, end and carry operations.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -6,84 +6,84 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMapsMax = 16384;  // of what one session let us read
-constexpr size_t kForgottenAtOnce = 16;  // guests
+constexpr size_t kMapsMax = 16384;  // maps that one peer gave over one session
+constexpr size_t kForgottenAtOnce = 16;  // bearer peers
 constexpr Nanos kProbeRoundTrips = 4;
 
 }  // namespace
 
-void Endpoint::set_guest_key(const Bytes32& key) {
-  if (root_) throw Error(Code::invalid_argument, "a core that lets in whoever proves a key under its root has no guests");
-  guest_key_ = key;
+void Endpoint::accept_bearer_key(const Bytes32& key) {
+  if (cluster_secret_) throw Error(Code::invalid_argument, "accept_bearer_key and accept_derived_keys exclude each other");
+  bearer_key_ = key;
 }
 
-void Endpoint::set_root(const Bytes32& root) {
-  if (guest_key_) throw Error(Code::invalid_argument, "a core that has guests lets in nobody else who was not named");
-  root_ = root;
+void Endpoint::accept_derived_keys(const Bytes32& cluster_secret) {
+  if (bearer_key_) throw Error(Code::invalid_argument, "accept_derived_keys and accept_bearer_key exclude each other");
+  cluster_secret_ = cluster_secret;
 }
 
-// Where a guest key is set, whoever dials us proves that one, named or not: it is what our metadata gave him. The key that a
-// peer was named with came from its own metadata, and is what we prove when we dial it.
+// Where a bearer key is set, every peer that dials us proves that key, registered or not: our metadata gave it to the peer. The
+// key that a peer was registered with came from the peer's own metadata; we prove that key when we dial it.
 const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
   if (peer == self_) return nullptr;
-  session.is_by_guest_key = guest_key_ && !session.is_dialed;
-  if (session.is_by_guest_key) return &*guest_key_;
+  session.is_by_bearer_key = bearer_key_ && !session.is_dialed;
+  if (session.is_by_bearer_key) return &*bearer_key_;
   if (const auto it = peers_.find(peer); it != peers_.end()) return &it->second.key;
-  if (!root_ || session.is_dialed) return nullptr;
-  session.derived_key = session_key(*root_, self_, peer);
+  if (!cluster_secret_ || session.is_dialed) return nullptr;
+  session.derived_key = session_key(*cluster_secret_, self_, peer);
   return &session.derived_key;
 }
 
-bool Endpoint::is_guest(const AgentRef& peer) const {
+bool Endpoint::is_bearer(const AgentRef& peer) const {
   const auto it = peers_.find(peer);
-  return it != peers_.end() && it->second.is_guest;
+  return it != peers_.end() && it->second.is_bearer;
 }
 
-// Of a guest whose last session ended. A lost session alone ends no grant and no offer: it may come back, and shows by the id that
-// it is the same. What our owner had for it ends, because whoever came next under that name would get it.
-void Endpoint::on_guest_gone(const AgentRef& guest, Nanos now, Effects& out) {
-  end_posts(guest, false, now, out);
-  owed_.erase(guest);
-  notifier_.peer_dead(guest, out);
-  const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == guest; });
-  if (!writes && !grants_.has_reader(guest)) return forget(guest, now, out);
+// The last session of a bearer peer ended. A lost session alone ends no grant and no offer: the peer may come back and prove by the
+// transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
+void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
+  end_operations(bearer, false, now, out);
+  unsent_ends_.erase(bearer);
+  notifier_.peer_dead(bearer, out);
+  const bool writes = std::any_of(operations_.begin(), operations_.end(), [&](const auto& operation) { return operation.second->peer() == bearer; });
+  if (!writes && !grants_.has_reader(bearer)) return forget(bearer, now, out);
   const TransferLimits& limits = limits_.transfers;
   const Nanos leaves_at = now + std::max(2 * limits.stall_ns + limits.reconnect_ns, limits_.grants.ttl_ns);
-  peers_.at(guest).leaves_at = leaves_at;
-  leaving_.emplace(leaves_at, guest);
-  // Who makes up names by the thousand, each with something under way, pushes out those that left before.
-  if (leaving_.size() > share_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
+  peers_.at(bearer).leaves_at = leaves_at;
+  leaving_.emplace(leaves_at, bearer);
+  // A peer that invents thousands of names, each with a transfer in progress, evicts the names that left first.
+  if (leaving_.size() > quota_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
 }
 
-// It came back, or is known otherwise, or not at all.
-void Endpoint::keep_guest(const AgentRef& guest) {
-  const auto known = peers_.find(guest);
+// Cancels the removal of a bearer peer: it came back, was registered, or is forgotten by other means.
+void Endpoint::keep_bearer(const AgentRef& bearer) {
+  const auto known = peers_.find(bearer);
   if (known == peers_.end() || known->second.leaves_at == kNever) return;
-  leaving_.erase({known->second.leaves_at, guest});
+  leaving_.erase({known->second.leaves_at, bearer});
   known->second.leaves_at = kNever;
 }
 
-// Each costs a look at everything that is under way: not many at once.
+// Each forget() scans all transfers and grants, so one tick forgets only a few.
 void Endpoint::forget_leaving(Nanos now, Effects& out) {
   for (size_t n = 0; !leaving_.empty() && leaving_.begin()->first <= now; ++n) {
-    const AgentRef guest = leaving_.begin()->second;
+    const AgentRef bearer = leaving_.begin()->second;
     if (n < kForgottenAtOnce) {
-      forget(guest, now, out);
+      forget(bearer, now, out);
       continue;
     }
-    keep_guest(guest);
-    peers_.at(guest).leaves_at = now + kMillisecond;
-    leaving_.emplace(now + kMillisecond, guest);
+    keep_bearer(bearer);
+    peers_.at(bearer).leaves_at = now + kMillisecond;
+    leaving_.emplace(now + kMillisecond, bearer);
   }
 }
 
-// Whether what this agent's owner has for the session's peer may go over it: to a named peer only where that peer's own key
-// was proven, to a guest over what there is.
-bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_guest_key || is_guest(session.handshake.peer()); }
+// Whether operations and notifications of this agent's owner may use the session: for a registered peer only a session on which it proved
+// its own key, for a bearer peer any session.
+bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_bearer_key || is_bearer(session.handshake.peer()); }
 
 // A peer's push runs on a session that its PUSH came by: the id is what shows that it is the same peer that came again.
-bool Endpoint::carries(const Session& session, const Post& post) const {
-  return post.is_offered() ? !session.is_by_guest_key : carries_ours(session);
+bool Endpoint::carries(const Session& session, const Operation& operation) const {
+  return operation.is_offered() ? !session.is_by_bearer_key : carries_ours(session);
 }
 
 SessionId Endpoint::find_up(const AgentRef& peer) const {
@@ -95,40 +95,41 @@ SessionId Endpoint::find_up(const AgentRef& peer) const {
   return 0;
 }
 
-// The one to put a post of this lane on. Where the source sends, bytes are spread over several: the least used one, and
-// another is dialed where none is idle.
-SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects& out) {
-  const SessionKind kind = session_kind(post.lane());
-  if (const auto asked = sessions_.find(post.asked_on); asked != sessions_.end() && asked->second.kind == kind) return post.asked_on;
+// The session to put an operation of this lane on. Where the source sends the bytes, they are spread over several sessions: this
+// returns the least used one, and dials another where none is idle.
+SessionId Endpoint::find_session(const AgentRef& peer, const Operation& operation, Effects& out) {
+  const SessionKind kind = session_kind(operation.lane());
+  if (const auto asked = sessions_.find(operation.asked_on); asked != sessions_.end() && asked->second.kind == kind) return operation.asked_on;
   const auto found = up_.find(peer);
   if (found == up_.end()) return 0;
   SessionId best = 0;
   size_t least = 0, count = dialing_.count({peer, kind});
   for (const SessionId id : found->second) {
     const Session& session = sessions_.at(id);
-    if (session.kind != kind || !carries(session, post)) continue;
-    if (is_one_sided(post.lane())) return id;
+    if (session.kind != kind || !carries(session, operation)) continue;
+    if (is_one_sided(operation.lane())) return id;
     ++count;
-    if (best == 0 || session.posts.size() < least) {
+    if (best == 0 || session.operations.size() < least) {
       best = id;
-      least = session.posts.size();
+      least = session.operations.size();
     }
   }
-  if (best != 0 && least != 0 && count < limits_.stripes && !post.is_offered()) dial(peer, kind, out);
+  if (best != 0 && least != 0 && count < limits_.stripes && !operation.is_offered()) dial(peer, kind, out);
   return best;
 }
 
 void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
-  if (!is_guest(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
+  if (!is_bearer(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
 }
 
-// When the probe of this session is late.
+// The time at which the probe of this session counts as unanswered.
 Nanos Endpoint::probe_at(const Session& session) const {
   if (session.probed_at == 0 || session.is_suspect) return kNever;
   return session.probed_at + std::min(std::max(limits_.transfers.stall_ns / 5, kProbeRoundTrips * session.round_trip), limits_.transfers.stall_ns);
 }
 
-// Something is about to wait for this session. Inside a host nothing forgets one.
+// Called when something starts to wait for this session: after idleness a PING tests it. Only TCP sessions are tested, because
+// nothing between two processes of one host drops idle connections.
 void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
   if (session.kind != SessionKind::Tcp || session.probed_at != 0 || now - session.heard_at < quiet_ns()) return;
   session.heard_at = now;
@@ -138,14 +139,15 @@ void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
   out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
 }
 
-// What waits for a session that is late goes over to another, which may be late as well: nobody waited for its answer.
+// Operations that wait on a session with a late probe move to another session. That one may be late as well, because no operation
+// waited for it until then.
 void Endpoint::judge_probes(Nanos now, Effects& out) {
   const auto is_late = [&](SessionId id) {
     const Session& session = sessions_.at(id);
     return session.is_up() && now >= probe_at(session);
   };
   for (auto late = watched_.begin(); (late = std::find_if(watched_.begin(), watched_.end(), is_late)) != watched_.end();) {
-    on_probe_late(*late, now, out);  // it is suspect then, or gone
+    on_probe_late(*late, now, out);  // marks it suspect, or hangs it up
   }
 }
 
@@ -165,7 +167,7 @@ void Endpoint::on_probe_late(SessionId id, Nanos now, Effects& out) {
   if (knows(peer)) dial(peer, kind, out);
 }
 
-// There is a fresh session: what did not answer its probe is no good.
+// A fresh session is up, so suspect ones, which did not answer their probe, are closed.
 void Endpoint::drop_suspects(SessionId fresh, const AgentRef& peer, SessionKind kind, Nanos now, Effects& out) {
   std::vector<SessionId> dropped;
   for (const SessionId id : up_.at(peer)) {
@@ -197,8 +199,8 @@ SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32
 
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
   const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, now});
-  if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
-    // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
+  if (sessions_.size() > limits_.sessions_max || unproven_ > quota_of_one(limits_.sessions_max)) {
+    // Closes the oldest session without a proof, perhaps this one: a peer that only holds connections open keeps no other peer out.
     const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
       const Session& session = sessions_.at(each);
       return !session.is_dialed && !session.is_up();
@@ -210,17 +212,17 @@ SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, 
 
 void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
   dialing_.erase({peer, kind});
-  for (auto it = posts_.begin(); it != posts_.end();) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    Post& post = *current->second;
-    if (post.is_offered() || !post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind) continue;
-    post.dial_failed(code, text, now, out);
+    Operation& operation = *current->second;
+    if (operation.is_offered() || !operation.can_attach() || !is_peer(peer, operation) || session_kind(operation.lane()) != kind) continue;
+    operation.dial_failed(code, text, now, out);
     settle(current, now, out);
   }
   notifier_.postpone(peer, now);
 }
 
-// Out of every book; what was attached is still in session->second.posts.
+// Removes the session from all tables; what was attached is still in session->second.operations.
 void Endpoint::remove(Sessions::iterator found) {
   const Session& session = found->second;
   if (!session.is_dialed && !session.is_up()) --unproven_;
@@ -238,23 +240,23 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   const bool is_up = found->second.is_up(), is_dialed = found->second.is_dialed;
   const AgentRef peer = found->second.handshake.peer();
   const SessionKind kind = found->second.kind;
-  const std::set<TransferId> posts = std::move(found->second.posts);
-  LastWords last_words = std::move(found->second.last_words);
+  const std::set<TransferId> operations = std::move(found->second.operations);
+  UnackedEnds unacked_ends = std::move(found->second.unacked_ends);
   remove(found);
   if (!is_up) {
     if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
     return;
   }
   grants_.session_closed(id, now);
-  for (const TransferId& post : posts) {
-    const auto it = posts_.find(post);
-    if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
+  for (const TransferId& operation : operations) {
+    const auto it = operations_.find(operation);
+    if (it != operations_.end() && it->second->session() == id) it->second->session_lost(now);
   }
-  if (is_guest(peer) && up_.count(peer) == 0) on_guest_gone(peer, now, out);
-  for (const LastWord& again : last_words.take()) say_last(peer, again, now, out);
-  for (const TransferId& post : posts) {
-    const auto it = posts_.find(post);
-    if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
+  if (is_bearer(peer) && up_.count(peer) == 0) on_bearer_gone(peer, now, out);
+  for (const UnackedEnd& again : unacked_ends.take()) send_end(peer, again, now, out);
+  for (const TransferId& operation : operations) {
+    const auto it = operations_.find(operation);
+    if (it != operations_.end() && it->second->session() == 0) settle(it, now, out);
   }
 }
 
@@ -283,25 +285,25 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   } else {
     --unproven_;
     const auto up = up_.find(peer);
-    if (up != up_.end() && up->second.size() >= share_of_one(limits_.sessions_max)) {
-      throw Error(Code::overloaded, "this peer has its share of sessions_max");
+    if (up != up_.end() && up->second.size() >= quota_of_one(limits_.sessions_max)) {
+      throw Error(Code::overloaded, "this peer has used its quota of sessions_max");
     }
   }
-  keep_guest(peer);
-  notifier_.peer_lives(peer);
-  if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
+  keep_bearer(peer);
+  notifier_.peer_alive(peer);
+  if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? KnownPeer{*bearer_key_, kind, true} : KnownPeer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});
-  if (const auto owed = owed_.find(peer); owed != owed_.end() && carries_ours(session)) {
-    for (const LastWord& again : owed->second.take()) say_last_over(id, session, again, now, out);
-    owed_.erase(owed);
+  if (const auto ends = unsent_ends_.find(peer); ends != unsent_ends_.end() && carries_ours(session)) {
+    for (const UnackedEnd& again : ends->second.take()) send_end_over(id, session, again, now, out);
+    unsent_ends_.erase(ends);
   }
-  for (auto it = posts_.begin(); it != posts_.end();) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    Post& post = *current->second;
-    if (!post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind || !carries(session, post)) continue;
-    attach(post, id, now, out);
+    Operation& operation = *current->second;
+    if (!operation.can_attach() || !is_peer(peer, operation) || session_kind(operation.lane()) != kind || !carries(session, operation)) continue;
+    attach(operation, id, now, out);
     settle(current, now, out);
   }
   if (!carries_ours(session)) return;
@@ -309,10 +311,10 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   drop_suspects(id, peer, kind, now, out);
 }
 
-bool Endpoint::has_maps(const Session& session, const Post& post) {
-  if (!needs_map(post.lane())) return true;
-  const std::vector<uint32_t> regions = post.remote_regions();
-  return std::all_of(regions.begin(), regions.end(), [&](uint32_t region) { return session.maps.count({region, post.lane()}) != 0; });
+bool Endpoint::has_maps(const Session& session, const Operation& operation) {
+  if (!needs_map(operation.lane())) return true;
+  const std::vector<uint32_t> regions = operation.remote_regions();
+  return std::all_of(regions.begin(), regions.end(), [&](uint32_t region) { return session.maps.count({region, operation.lane()}) != 0; });
 }
 
 void Endpoint::on_map(Session& session, const Map& map) {
@@ -349,9 +351,9 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
   }
 }
 
-// An honest peer is refused now and then: what it asks for was taken back a moment ago. Who only tries what it may get has to
-// prove itself again each time, and is counted. The answer to the last goes out before the session ends; where it is lost with
-// it, the peer asks again in the next one.
+// An honest peer is refused now and then, when the owner has just taken back what the peer asks for. A peer that only probes for
+// access is counted, and must prove itself again after each refusals_max. The answer to its last request goes out before the
+// session ends; if that answer is lost, the peer asks again over the next session.
 void Endpoint::on_refusals(SessionId id, uint64_t count) {
   const auto found = count != 0 ? sessions_.find(id) : sessions_.end();
   if (found == sessions_.end() || (found->second.refusals += count) < limits_.refusals_max) return;
@@ -363,7 +365,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   const auto to_transfer = [&](const TransferId& transfer_id, auto&& act) {
     if (Transfer* transfer = transfer_of(id, transfer_id)) {
       act(*transfer);
-      settle(posts_.find(transfer_id), now, out);
+      settle(operations_.find(transfer_id), now, out);
     }
   };
   if (const auto* f = std::get_if<Pull>(&frame)) return on_pull(id, peer, *f, now, out);
@@ -385,7 +387,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   if (const auto* f = std::get_if<Revoke>(&frame)) return on_revoke(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Cancel>(&frame)) return grants_.on_cancel(id, *f);
   if (const auto* f = std::get_if<Notif>(&frame)) {
-    if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // of nothing that was sent here
+    if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // it acknowledges nothing that this session sent
     return notifier_.on_notif(id, peer, *f, now, out);
   }
   if (const auto* f = std::get_if<ErrorFrame>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_error(*f, now, out); });
@@ -397,7 +399,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   if (const auto* f = std::get_if<Push>(&frame)) return on_push(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Done>(&frame)) return on_done(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Map>(&frame)) return on_map(session, *f);
-  if (std::holds_alternative<Data>(frame)) return;  // the shell's: payload
+  if (std::holds_alternative<Data>(frame)) return;  // the shell handles payload
   throw Error(Code::protocol, std::string(kind_name(frame)) + " in a session that is up");
 }
 

@@ -19,16 +19,16 @@ class Writer {
   void list(const WireList& value) {
     if (value.bytes() > kListBytesMax) throw Error(Code::invalid_argument, "a list of ranges is over its bound");
     out_.reserve(out_.size() + value.bytes() + 8);
-    number(static_cast<uint32_t>(value.grids.size()));
-    number(static_cast<uint32_t>(value.picks.size()));
-    for (const Grid& grid : value.grids) {
-      number(grid.region);
-      number(grid.offset);
-      number(grid.stride);
-      number(grid.length);
-      number(grid.count);
+    number(static_cast<uint32_t>(value.rows.size()));
+    number(static_cast<uint32_t>(value.indices.size()));
+    for (const StridedRange& range : value.rows) {
+      number(range.region);
+      number(range.offset);
+      number(range.stride);
+      number(range.length);
+      number(range.count);
     }
-    numbers(value.picks);
+    numbers(value.indices);
   }
   void flag(bool value) { number<uint8_t>(value ? 1 : 0); }
   template <size_t N>
@@ -76,17 +76,17 @@ struct BodyWriter {
     w.number(f.block_bytes);
     w.bytes(f.digest);
     w.number(f.wait_ms);
-    w.bytes(f.content);
-    w.flag(f.wants_sums);
+    w.bytes(f.content_digest);
+    w.flag(f.wants_checksums);
   }
   void operator()(const Fetch& f) {
     (*this)(f.pull);
-    w.list(f.pieces);
+    w.list(f.elements);
   }
   void operator()(const Push& f) {
     w.id(f.id);
     w.number(static_cast<uint8_t>(f.lane));
-    w.flag(f.wants_sums);
+    w.flag(f.wants_checksums);
     w.number(f.deadline_ms);
     w.flag(f.has_notification);
     w.text(f.notification, f.has_notification ? kNotifPieceMax : 0, "notification");
@@ -114,10 +114,10 @@ struct BodyWriter {
     w.number(f.pool);
     w.number(f.ids_first);
     w.count(f.ids.size(), kIdsMax, "READY");
-    if (!f.sums.empty() && f.sums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY has not one checksum a block");
-    w.flag(!f.sums.empty());
+    if (!f.checksums.empty() && f.checksums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY needs one checksum for each block");
+    w.flag(!f.checksums.empty());
     w.numbers(f.ids);
-    w.numbers(f.sums);
+    w.numbers(f.checksums);
   }
   void operator()(const Data& f) {
     w.id(f.id);
@@ -125,8 +125,8 @@ struct BodyWriter {
     w.number(f.first);
     w.number(f.count);
     w.flag(f.complete);
-    if (f.has_sums && f.is_lent) throw Error(Code::invalid_argument, "DATA is lent, or has checksums");
-    w.number(f.has_sums ? kDataHasSums : f.is_lent ? kDataIsLent : kDataPlain);
+    if (f.has_checksums && f.is_zero_copy) throw Error(Code::invalid_argument, "zero-copy DATA has no checksums");
+    w.number(f.has_checksums ? kDataHasChecksums : f.is_zero_copy ? kDataIsZeroCopy : kDataPlain);
     if (f.payload_bytes > kPayloadMax) throw Error(Code::invalid_argument, "DATA payload is over its bound");
     w.number(f.payload_bytes);
   }

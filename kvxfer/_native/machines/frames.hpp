@@ -1,12 +1,12 @@
-// The frame codec: what two agents say to each other inside a session, and the only place that reads bytes of a peer.
+// The frame codec: the messages of two agents inside a session, and the only code that parses bytes of a peer.
 //
-// A frame is an 8-byte header (magic 'K' 'X', version, kind, body length: u32) and a body of at most kBodyMax bytes; all
-// integers are little-endian. DATA alone is followed by `payload_bytes` raw bytes that are not part of the body, so that
-// a lane can read them straight into blocks. Decoding is total: it yields a frame or throws Error(Code::protocol), never
-// reads past its input, and allocates no more than the body it was given. After the first error a decoder stays broken:
-// there is no way to find the next frame in a stream that went wrong.
+// A frame is an 8-byte header (magic 'K' 'X', version, kind, body length: u32) and a body of at most kBodyMax bytes; all integers
+// are little-endian. Only DATA is followed by `payload_bytes` raw bytes outside the body, so that a lane can read them straight
+// into blocks. Decoding is total: it yields a frame or throws Error(Code::protocol), never reads past its input, and allocates no
+// more than the body it got. After the first error a decoder stays broken, because the next frame of a broken stream cannot be
+// found.
 //
-// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, lent payloads,
+// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, zero-copy payloads,
 // notifications in parts. 3: QUEUED, a PULL of no blocks, the reason in REVOKE.
 #pragma once
 
@@ -27,12 +27,12 @@ constexpr size_t kBodyMax = 1024 * 1024;
 constexpr size_t kTextMax = 512;             // an ERROR's explanation
 constexpr size_t kAgentIdMax = 64;
 constexpr size_t kNotifPieceMax = 256 * 1024;                // of a notification in one frame
-constexpr size_t kNotificationMax = 16 * 1024 * 1024 + 8192;  // of all its parts: 16 MiB, and what its owner puts around them
+constexpr size_t kNotificationMax = 16 * 1024 * 1024 + 8192;  // all its parts: 16 MiB, and what its owner adds
 constexpr size_t kIdsMax = 65536;            // block ids in one READY
 constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
-constexpr size_t kMapKeyMax = 16 * 1024;     // what a lane needs beside addresses in one MAP
+constexpr size_t kMapKeyMax = 16 * 1024;     // a lane's data in one MAP, besides addresses
 constexpr uint64_t kPayloadMax = 1ull << 31;
-constexpr uint8_t kDataPlain = 0, kDataHasSums = 1, kDataIsLent = 2;  // what DATA says of its payload
+constexpr uint8_t kDataPlain = 0, kDataHasChecksums = 1, kDataIsZeroCopy = 2;  // what DATA says of its payload
 
 enum class HelloStep : uint8_t { Dial = 1, Accept = 2, Prove = 3 };
 
@@ -43,66 +43,65 @@ struct Hello {
   Bytes32 nonce{};  // the sender's; zero in Prove
   Bytes32 mac{};    // zero in Dial
 };
-// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on. Count 0: nothing yet, the
-// reader has no blocks for them; it only wants to know when the grant exists.
+// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on. Count 0: the reader has no
+// blocks yet; it only asks whether the grant exists.
 struct Pull {
   TransferId id;
   uint32_t attempt = 0;
-  uint64_t nonce = 0;  // names this attempt's verdict where it is a trailer
+  uint64_t nonce = 0;  // names the verdict of this attempt if it is a trailer
   Lane lane = Lane::Stream;
   uint32_t first = 0, count = 0;
   uint64_t block_bytes = 0;
   Bytes32 digest{};    // of the reader's compatibility record
   uint32_t wait_ms = 0;  // how long it may wait at the source for its grant
-  Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
-  bool wants_sums = false;  // the reader checks CRC-32Cs where the source can give them
+  Bytes32 content_digest{};   // of the content that the reader expects; zero: not given
+  bool wants_checksums = false;  // the reader checks CRC-32Cs if the source has them
 };
-// Pieces of registered regions on the wire: every grid, and which pieces in which order. No picks: all, as they
-// come, at most kUnpickedMax.
+// Elements of registered regions on the wire: every strided range, and the index of each element, in order. No indices: all
+// elements in the order of the ranges, at most kUnindexedMax.
 struct WireList {
-  std::vector<Grid> grids;
-  std::vector<uint32_t> picks;
-  size_t bytes() const { return grids.size() * kGridBytes + picks.size() * 4; }  // on the wire, at most kListBytesMax
+  std::vector<StridedRange> rows;
+  std::vector<uint32_t> indices;
+  size_t bytes() const { return rows.size() * kRangeBytes + indices.size() * 4; }  // on the wire, at most kListBytesMax
 };
-// A list of which only some pieces are named goes without the others where it is a table. Throws Error(limit_exceeded) past
-// kListBytesMax.
-WireList to_wire(const PieceList& list);
-size_t wire_bytes(const PieceList& list);  // throws as to_wire
-// Of what a peer sent, before anything is made of it: how many pieces it names. Throws Error(invalid_argument) past kUnpickedMax.
-uint32_t piece_count(const WireList& list);
-// Throws Error(invalid_argument), as piece_count, Ranges and check_picks.
-PieceList from_wire(const WireList& list);
-// Reader to source: as PULL, under the open-ended grant of your registered regions, of these pieces. pull.first and .count
-// are positions in the whole list; block_bytes, digest, content and wait_ms are not looked at.
+// If a table's list names only some of its elements, only their rows are sent. Throws Error(limit_exceeded) past kListBytesMax.
+WireList to_wire(const ElementList& list);
+size_t wire_bytes(const ElementList& list);  // throws as to_wire
+// The number of elements in a list that a peer sent, before it is built. Throws Error(invalid_argument) past kUnindexedMax.
+uint32_t element_count(const WireList& list);
+// Throws Error(invalid_argument), as element_count, Ranges and check_indices.
+ElementList from_wire(const WireList& list);
+// Reader to source: as PULL, under the open-ended grant of your registered regions, of these elements. pull.first and .count are
+// positions in the whole list; block_bytes, digest, content_digest and wait_ms are ignored.
 struct Fetch {
   Pull pull;
-  WireList pieces;
+  WireList elements;
 };
-// Source to destination: please pull my pieces `from` into your pieces `to`, under the open-ended offer of your registered
-// regions, by `lane`, on this session. Sent again where the answer did not come, and of each lane that it goes on by; answered by
-// DONE once final, or where the lane does not serve.
+// Source to destination: please pull my elements `from` into your elements `to`, under the open-ended offer of your registered
+// regions, by `lane`, on this session. Repeated if no answer came, and once for each further lane; answered by DONE when final, or
+// if the lane does not work.
 struct Push {
   TransferId id;
   Lane lane = Lane::Stream;
-  bool wants_sums = false;
+  bool wants_checksums = false;
   uint32_t deadline_ms = 0;
   WireList from, to;
   bool has_notification = false;
-  std::string notification;  // told to the destination's owner once the bytes are committed there
-  uint8_t turn = 0;          // how many lanes this post was on before; what it brought by them is not asked for again
+  std::string notification;  // for the destination's owner, once the bytes are committed there
+  uint8_t turn = 0;          // how many lanes this push used before; bytes that landed by them are not read again
   bool is_last = true;       // there is no other lane after this one
 };
-// Destination to source: the transfer that your PUSH asked for is final; or, where its code is no_lane and there are other
-// lanes, it waits for the next one.
+// Destination to source: the transfer that your PUSH asked for is final; or, if its code is no_lane and other lanes follow, it
+// waits for the next one.
 struct Done {
   TransferId id;
   Code code = Code::ok;  // ok: committed
   std::string text;
-  uint8_t turn = 0;      // of no_lane: which lane that is; else the latest that was taken
-  uint32_t checked = 0;  // pieces that were compared with checksums of the source
+  uint8_t turn = 0;      // of no_lane: the turn of that lane; else the latest turn that was accepted
+  uint32_t checked = 0;  // elements that matched checksums of the source
 };
-// The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from
-// `ids_first` on (one-sided lanes only; positions are never told twice in one attempt).
+// The grant's cumulative state, sent whole at each new attempt. `ids` are the source's block ids of the positions from `ids_first`
+// on (one-sided lanes only; no position is sent twice in one attempt).
 struct Ready {
   TransferId id;
   uint32_t attempt = 0;
@@ -112,19 +111,19 @@ struct Ready {
   uint32_t pool = 0;
   uint32_t ids_first = 0;
   std::vector<uint32_t> ids;
-  std::vector<uint32_t> sums;  // CRC-32C of each of `ids`, or none
+  std::vector<uint32_t> checksums;  // CRC-32C of each of `ids`, or none
 };
-// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order; then, where has_sums, 4 bytes for
+// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order; then, where has_checksums, 4 bytes for
 // each block (CRC-32C, little-endian), which payload_bytes counts too.
 struct Data {
   TransferId id;
   uint32_t attempt = 0;
   uint32_t first = 0, count = 0;
   bool complete = false;  // the source had announced everything before it sent this
-  bool has_sums = false;
-  // The kernel has no copy of these bytes, it reads the source's memory when the reader does: no verdict comes by itself, the
-  // reader asks for one after its last read. Never with checksums.
-  bool is_lent = false;
+  bool has_checksums = false;
+  // The kernel has no copy of these bytes and reads the source's memory when the reader does. So the source sends no trailer
+  // verdict; the reader asks for one after its last read. Never with checksums.
+  bool is_zero_copy = false;
   uint64_t payload_bytes = 0;
 };
 struct Confirm {
@@ -144,7 +143,7 @@ struct Renew {
   uint32_t seq = 0;
   uint32_t ttl_ms = 0;
 };
-// Source to reader: the grant has ended; what you read of it will not be confirmed. `text`: its owner's reason, or none.
+// Source to reader: the grant has ended; bytes that you read of it will not be confirmed. `text`: its owner's reason, or none.
 struct Revoke {
   TransferId id;
   Code code = Code::grant_revoked;
@@ -156,22 +155,22 @@ struct Cancel {
   uint32_t attempt = 0;
 };
 // A notification of more than kNotifPieceMax comes in parts, in order. An Ack says up to which number all are delivered, and how
-// much of the next one came.
+// many bytes of the next one came.
 enum class NotifKind : uint8_t { Deliver = 1, Ack = 2, Part = 3 };
 // `oldest`: the lowest number that the sender still holds; those before it are settled. Zero in an Ack.
 struct Notif {
   NotifKind kind = NotifKind::Deliver;
   uint64_t seq = 0, oldest = 0;
   std::string payload;
-  uint32_t begin = 0;  // of a Part: where it lies; of an Ack: how much of number `seq` + 1 is there
-  uint32_t total = 0;  // of a Part: the bytes of all
+  uint32_t begin = 0;  // of a Part: its offset; of an Ack: how many bytes of number `seq` + 1 came
+  uint32_t total = 0;  // of a Part: the bytes of the whole notification
 };
 enum class PingKind : uint8_t { Ask = 1, Answer = 2 };
 struct Ping {
   PingKind kind = PingKind::Ask;
   uint64_t token = 0;
 };
-// A zero id speaks of the whole session, which ends with it.
+// A zero id refers to the whole session, which ends with this frame.
 struct ErrorFrame {
   TransferId id;
   uint32_t attempt = 0;
@@ -181,7 +180,7 @@ struct ErrorFrame {
 struct Segment {
   uint64_t offset = 0, stride = 0, length = 0;
 };
-// Source to reader: how to read pool or region `pool` by `lane`. region_bytes 0: it cannot be, and `key` is the reason as text.
+// Source to reader: how to read pool or region `pool` by `lane`. region_bytes 0: not possible, and `key` is the reason as text.
 //   mapped  the descriptor comes beside it (SCM_RIGHTS)
 //   cma     `address`: where the memory lies in the source; `key`: 8 bytes, where its boot nonce lies
 //   ucx     `address` too; `key`: the packed worker address and remote key (lanes/ucx_key.hpp)
@@ -197,13 +196,13 @@ struct Map {
 };
 
 constexpr uint32_t kPositionUnknown = UINT32_MAX;
-// Source to reader: your pull waits, because its grant does not exist yet. Said at once, and again while it waits.
+// Source to reader: your pull waits, because its grant does not exist yet. Sent at once, and again while it waits.
 struct Queued {
   TransferId id;
   uint32_t attempt = 0;
   bool is_known = false;  // the source's engine has accepted that prompt
   uint32_t position = kPositionUnknown;  // how many prompts were accepted before it and have no grant yet
-  bool has_work = false;  // what its engine said last of itself
+  bool has_work = false;  // as its engine last reported
   uint32_t age_ms = 0;    // since then
 };
 
@@ -213,13 +212,13 @@ using Frame = std::variant<Hello, Pull, Push, Ready, Data, Confirm, Verdict, Rel
 
 inline uint8_t kind_of(const Frame& frame) { return static_cast<uint8_t>(frame.index() + 1); }
 const char* kind_name(const Frame& frame);
-// Text of a peer as people and Python may be shown it: all but printable ASCII becomes '?'.
+// Text of a peer, made safe to show: every byte but printable ASCII becomes '?'.
 std::string printable(std::string text);
 
 // The bytes of a frame, header included, DATA's payload excluded. Throws Error(invalid_argument) past a bound.
 std::string encode(const Frame& frame);
 
-// Feed bytes in any cut, take frames out. Bounded: refuses a body over kBodyMax at its header.
+// Feed bytes in any chunks, take frames out. Bounded: refuses a body over kBodyMax when its header comes.
 class Decoder {
  public:
   void feed(std::string_view bytes);

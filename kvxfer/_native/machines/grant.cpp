@@ -7,15 +7,15 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kVerdictsMax = 16;
-constexpr uint64_t kListsBytesMax = 256ull << 20;  // of the lists of one peer's fetches
+constexpr uint64_t kListsBytesMax = 256ull << 20;  // bytes of the lists of one peer's fetches
 
-// Of a grant that a seeded bug brought back to life.
-class NoHold final : public Hold {
+// The claim of a grant that a seeded bug revived.
+class NoClaim final : public MemoryClaim {
  public:
   uint32_t count() const override { return 0; }
   Extent part(uint32_t, uint32_t) const override { return {}; }
   uint64_t bytes(uint32_t, uint32_t) const override { return 0; }
-  uint64_t piece_bytes(uint32_t) const override { return 0; }
+  uint64_t element_bytes(uint32_t) const override { return 0; }
   std::vector<uint32_t> maps() const override { return {}; }
   const char* obstacle(Lane) const override { return nullptr; }
   void take() override {}
@@ -56,7 +56,7 @@ Code code_of(GrantState state) {
 GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), intake_(limits.grants_max, limits.unknown_wait_ns), fetches_(limits.grants_max, kListsBytesMax) {}
 
 void GrantTable::check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const {
-  if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
+  if (ttl_ns <= 0 || ttl_ns > limits_.lifetime_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum lifetime");
   check_unused(id, reader);
   check_count();
 }
@@ -64,8 +64,8 @@ void GrantTable::check_new(const TransferId& id, const std::string& reader, Nano
 void GrantTable::check_unused(const TransferId& id, const std::string& reader) const {
   const auto found = grants_.find(id);
   if (found == grants_.end()) return;
-  if (!found->second.is_given_up) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
-  if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
+  if (!found->second.is_aborted) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+  if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader aborted this transfer before the grant was made");
 }
 
 void GrantTable::expect(const TransferId& id, const std::string& reader) {
@@ -75,7 +75,7 @@ void GrantTable::expect(const TransferId& id, const std::string& reader) {
 
 bool GrantTable::has_begun(const TransferId& id) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && !found->second.is_of_pieces && found->second.has_begun;
+  return found != grants_.end() && !found->second.is_of_elements && found->second.has_begun;
 }
 
 GrantCounts GrantTable::counts() const {
@@ -85,16 +85,17 @@ GrantCounts GrantTable::counts() const {
   return counts;
 }
 
-// What is counted as unread is: a grant of blocks that is alive and whose reader has not begun.
+// Unread grants are grants of blocks that are alive and whose reader has not asked for a block.
 void GrantTable::count_unread(const Grant& grant, bool is_unread) {
-  if (grant.is_of_pieces || grant.has_begun) return;
+  if (grant.is_of_elements || grant.has_begun) return;
   counts_.unread += is_unread ? 1 : -1;
-  counts_.unread_blocks += is_unread ? grant.hold->count() : -static_cast<size_t>(grant.hold->count());
+  counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
 }
 
-// A peer that gave up what is not its own has said nothing about it: a grant that is made, or declined, takes the tombstone's place.
+// A peer that aborted a pull may not have been the reader that the owner means: a grant that is made or aborted later replaces that
+// tombstone.
 GrantTable::Grant& GrantTable::add(const TransferId& id) {
-  if (grants_.erase(id) != 0) given_up_.erase(std::find(given_up_.begin(), given_up_.end(), id));
+  if (grants_.erase(id) != 0) aborted_.erase(std::find(aborted_.begin(), aborted_.end(), id));
   intake_.forget(id);
   Grant& grant = grants_[id];
   grant.id = id;
@@ -106,72 +107,72 @@ void GrantTable::check_count() const {
   if (counts_.alive >= limits_.grants_max) throw Error(Code::limit_exceeded, "grants_max (" + std::to_string(limits_.grants_max) + ") is reached");
 }
 
-void GrantTable::check_room(const AgentRef& share, uint64_t weight) const {
+void GrantTable::check_room(const AgentRef& charged, uint64_t cost) const {
   check_count();
-  if (!fetches_.has_room(share, weight)) throw Error(Code::overloaded, "too many fetches of this peer are under way");
+  if (!fetches_.has_room(charged, cost)) throw Error(Code::overloaded, "this peer has too many fetches in progress");
 }
 
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                       Nanos now, Effects& out, const Bytes32& content) {
+                       Nanos now, Effects& out, const Bytes32& content_digest) {
   if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
   check_new(id, reader, ttl_ns);
-  auto hold = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
-  hold->take();
+  auto claim = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
+  claim->take();
 
   Grant& grant = add(id);
-  grant.hold = std::move(hold);
+  grant.claim = std::move(claim);
   grant.reader_id = reader;
   grant.is_open = reader.empty();
-  grant.content = content;
-  grant.life_end = now + limits_.life_max_ns;
+  grant.content_digest = content_digest;
+  grant.lifetime_end = now + limits_.lifetime_max_ns;
   ++counts_.alive;
   count_unread(grant, true);
   set_expiry(grant, now + ttl_ns);
 
-  // Whoever waited is served in the order it came; all but the bound reader are turned away by accept().
+  // Waiting pulls are answered in the order in which they came; accept() refuses all but the bound reader's.
   for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
 }
 
-Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns,
-                               uint64_t weight, Nanos now) {
-  ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
+Nanos GrantTable::grant_elements(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
+                               uint64_t cost, Nanos now) {
+  ttl_ns = std::min(ttl_ns, limits_.lifetime_max_ns);
   check_new(id, reader.agent_id, ttl_ns);
-  if (weight != 0) check_room(share, weight);
-  hold->take();
-  if (weight != 0) fetches_.take(share, weight);
+  if (cost != 0) check_room(charged, cost);
+  claim->take();
+  if (cost != 0) fetches_.take(charged, cost);
 
   Grant& grant = add(id);
-  grant.is_of_pieces = true;
-  grant.share = share;
-  grant.weight = weight;
+  grant.is_of_elements = true;
+  grant.charged = charged;
+  grant.cost = cost;
   grant.reader = reader;
   grant.seq = 1;
-  grant.ready_blocks = hold->count();
+  grant.ready_blocks = claim->count();
   grant.is_complete = true;
-  grant.hold = std::move(hold);
-  grant.life_end = now + limits_.life_max_ns;
+  grant.claim = std::move(claim);
+  grant.lifetime_end = now + limits_.lifetime_max_ns;
   ++counts_.alive;
   set_expiry(grant, now + ttl_ns);
-  return grant.life_end;
+  return grant.lifetime_end;
 }
 
-bool GrantTable::is_of_pieces(const TransferId& id) const {
+bool GrantTable::is_of_elements(const TransferId& id) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && found->second.is_of_pieces;
+  return found != grants_.end() && found->second.is_of_elements;
 }
 
 std::string GrantTable::bind(const TransferId& id, const std::string& reader, Nanos now) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces || found->second.is_given_up) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_elements || found->second.is_aborted) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   if (grant.reader) return grant.reader->agent_id;
   if (grant.reader_id.empty() && is_alive(grant, now)) grant.reader_id = reader;
   return grant.reader_id;
 }
 
-bool GrantTable::is_given_up_by_another(const TransferId& id, const AgentRef& peer) const {
+bool GrantTable::is_aborted_by_another(const TransferId& id, const AgentRef& peer) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && found->second.is_given_up && *found->second.reader != peer;
+  return found != grants_.end() && found->second.is_aborted && *found->second.reader != peer;
 }
 
 bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
@@ -195,37 +196,37 @@ bool GrantTable::has_confirmed(const TransferId& id) const {
 void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
   std::vector<TransferId> over;
   for (const auto& [id, grant] : grants_) {
-    if (!grant.is_of_pieces || !grant.hold) continue;
-    const std::vector<uint32_t> regions = grant.hold->maps();
+    if (!grant.is_of_elements || !grant.claim) continue;
+    const std::vector<uint32_t> regions = grant.claim->maps();
     if (std::binary_search(regions.begin(), regions.end(), region)) over.push_back(id);
   }
   std::sort(over.begin(), over.end());
   for (const TransferId& id : over) end(id, GrantEvent::Revoke, now, out);
 }
 
-void GrantTable::decline(const TransferId& id, Effects& out) {
-  if (const auto found = grants_.find(id); found != grants_.end() && !found->second.is_given_up) {
+void GrantTable::abort_grant(const TransferId& id, Effects& out) {
+  if (const auto found = grants_.find(id); found != grants_.end() && !found->second.is_aborted) {
     throw Error(Code::invalid_argument, "this transfer id has a grant, or had one");
   }
   add(id).state = GrantState::Revoked;
   for (const WaitingPull& waited : waiting_.take(id)) refuse(waited.session, waited.pull, Code::grant_revoked, "the source will not make this grant", out);
-  bury(tombstones_, limits_.tombstones_max, id);
+  add_tombstone(tombstones_, limits_.tombstones_max, id);
 }
 
 void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-                       const std::vector<uint32_t>& sums) {
+                       const std::vector<uint32_t>& checksums) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_elements) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
-  // An error drops the effects of its call, so this must not be the call that ends the grant: tick will.
+  // A throw drops the effects of its call, so this call must not end the grant; tick() will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
-  const uint32_t total = grant.hold->count();
+  const uint32_t total = grant.claim->count();
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
   if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
-  if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "ready never takes back");
-  if (!sums.empty() && sums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "a checksum is due for each block that became ready");
+  if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "the count of ready blocks never shrinks");
+  if (!checksums.empty() && checksums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "ready needs one checksum for each new block");
   grant.state = next_state(grant.state, GrantEvent::Ready);
-  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.sums.push_back(sums.empty() ? std::nullopt : std::optional(sums[i]));
+  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.checksums.push_back(checksums.empty() ? std::nullopt : std::optional(checksums[i]));
   grant.ready_blocks = blocks;
   grant.layers = layers;
   grant.is_complete = complete;
@@ -235,11 +236,11 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
 
 std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const TransferId& id, uint32_t blocks) const {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces || found->second.state != GrantState::Alive) return {};
+  if (found == grants_.end() || found->second.is_of_elements || found->second.state != GrantState::Alive) return {};
   const Grant& grant = found->second;
-  const PoolInfo& pool = *grant.hold->pool();
-  if (!pool.checks || blocks <= grant.ready_blocks || blocks > grant.hold->count()) return {pool.id, {}};
-  const Extent extent = grant.hold->part(grant.ready_blocks, blocks - grant.ready_blocks);
+  const PoolInfo& pool = *grant.claim->pool();
+  if (!pool.has_checksums || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
+  const Extent extent = grant.claim->part(grant.ready_blocks, blocks - grant.ready_blocks);
   const auto begin = extent.ids->begin() + extent.first;
   return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
 }
@@ -274,7 +275,7 @@ void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const st
 }
 
 void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_given_up_by_another(pull.id, peer)) {
+  if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_aborted_by_another(pull.id, peer)) {
     lapse(found->second, now, out);
     accept(found->second, session, peer, pull, now, out);
     return;
@@ -296,30 +297,30 @@ void GrantTable::tell(WaitingPull& waiting, Nanos now, Effects& out) {
 }
 
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  const bool is_stranger = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
-  if (is_stranger) {
-    if (!grant.is_open) count_refusal();  // the second to come for an open grant did nothing forbidden
+  const bool is_other_reader = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
+  if (is_other_reader) {
+    if (!grant.is_open) count_refusal();  // the second reader of an open grant did nothing forbidden
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
     return;
   }
   if (!is_alive(grant, now)) {
     return refuse(session, pull, code_of(grant.state), grant.why.empty() ? "the grant has ended" : "the grant has ended: " + grant.why, out);
   }
-  const Hold& hold = *grant.hold;
-  if (hold.pool() != nullptr && (pull.digest != hold.pool()->digest || pull.block_bytes != hold.pool()->block_bytes)) {
+  const MemoryClaim& claim = *grant.claim;
+  if (claim.pool() != nullptr && (pull.digest != claim.pool()->digest || pull.block_bytes != claim.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
   }
-  if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
-    return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
+  if (pull.content_digest != grant.content_digest && pull.content_digest != Bytes32{} && grant.content_digest != Bytes32{}) {
+    return refuse(session, pull, Code::incompatible, "content digests differ: the two sides do not mean the same tokens", out);
   }
-  if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > hold.count()) {
+  if ((pull.count == 0 && grant.is_of_elements) || uint64_t{pull.first} + pull.count > claim.count()) {
     return refuse(session, pull, Code::refused,
                   "blocks " + std::to_string(pull.first) + " to " + std::to_string(uint64_t{pull.first} + pull.count) + " asked of a grant of " +
-                      std::to_string(hold.count()),
+                      std::to_string(claim.count()),
                   out);
   }
-  if (const char* why = hold.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
-  if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that was given up
+  if (const char* why = claim.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
+  if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that its reader has left
   grant.attempt = pull.attempt;
   count_unread(grant, false);
   grant.has_begun = pull.count != 0;
@@ -330,7 +331,7 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   grant.reading->session = session;
   grant.reading->pull = pull;
   if (needs_map(pull.lane)) {
-    for (const uint32_t id : hold.maps()) out.push_back(SendMap{session, id, pull.lane});
+    for (const uint32_t id : claim.maps()) out.push_back(SendMap{session, id, pull.lane});
   }
   serve(grant, now, out);
 }
@@ -363,19 +364,19 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   if (found != grants_.end()) {
     Grant& grant = found->second;
     lapse(grant, now, out);
-    // The named reader may give a grant up before it ever asked for a block of it.
+    // The named reader may release a grant before it has asked for a block.
     const bool is_reader = grant.reader ? *grant.reader == peer : !grant.reader_id.empty() && grant.reader_id == peer.agent_id;
     if (is_reader) finish(grant, GrantEvent::Release, out);
     return;
   }
   waiting_.drop(id, peer);
   if (waiting_.has(id)) return;  // another peer still wants it
-  Grant& grant = grants_[id];    // no peer will read it: the owner learns that when it comes to grant
+  Grant& grant = grants_[id];    // no peer will read it: grant() tells the owner
   grant.id = id;
   grant.state = GrantState::Released;
-  grant.is_given_up = true;
+  grant.is_aborted = true;
   grant.reader = peer;
-  bury(given_up_, graves_of_peers_max(), id);
+  add_tombstone(aborted_, peer_tombstones_max(), id);
 }
 
 void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
@@ -386,7 +387,7 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   if (has_bug(Bug::renew_revives) && !is_alive(grant, now)) {
     if (grant.state != GrantState::Alive) {
       ++counts_.alive;
-      grant.hold = std::make_unique<NoHold>();
+      grant.claim = std::make_unique<NoClaim>();
       count_unread(grant, true);
     }
     grant.state = GrantState::Alive;
@@ -397,7 +398,7 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   grant.renew_seq = renew.seq;
   const Nanos ttl = std::min<Nanos>(Nanos{renew.ttl_ms} * kMillisecond, limits_.ttl_ns);
   grant.state = next_state(grant.state, GrantEvent::Renew);
-  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.life_end)));
+  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.lifetime_end)));
 }
 
 void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
@@ -410,7 +411,7 @@ void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
 void GrantTable::session_closed(SessionId session, Nanos now) {
   waiting_.session_closed(session, now + limits_.away_max_ns);
   for (auto& [_, grant] : grants_) {
-    if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself lives on: the reader may come back
+    if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself stays: the reader may come back
   }
 }
 
@@ -420,7 +421,7 @@ void GrantTable::reader_dead(const AgentRef& reader, Nanos now, Effects& out) {
   for (const auto& [id, grant] : grants_) {
     if (grant.state == GrantState::Alive && grant.reader && *grant.reader == reader) dead.push_back(id);
   }
-  std::sort(dead.begin(), dead.end());  // the same order whatever the table's hashing: runs replay
+  std::sort(dead.begin(), dead.end());  // an order that does not depend on the table's hashing, so that runs replay
   for (const TransferId& id : dead) {
     Grant& grant = grants_.at(id);
     lapse(grant, now, out);
@@ -437,10 +438,10 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   grant.state = next_state(grant.state, event);
   expiries_.erase({grant.expiry, grant.id});
   count_unread(grant, false);
-  grant.hold->give_back();
-  grant.hold.reset();
-  grant.sums.clear();
-  if (grant.weight != 0) fetches_.give_back(grant.share, std::exchange(grant.weight, 0));
+  grant.claim->give_back();
+  grant.claim.reset();
+  grant.checksums.clear();
+  if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
   --counts_.alive;
   switch (grant.state) {
     case GrantState::Released: ++counts_.released; break;
@@ -448,27 +449,27 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     case GrantState::Revoked: ++counts_.revoked; break;
     default: ++counts_.reader_gone; break;
   }
-  // A notice that spares the reader useless work; its safety never depends on it arriving.
+  // This notice only spares the reader useless work; safety does not depend on its arrival.
   if (grant.reading && (grant.state == GrantState::Expired || grant.state == GrantState::Revoked)) {
     out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }
   grant.reading.reset();
-  if (grant.is_of_pieces) return bury(ended_of_pieces_, graves_of_peers_max(), grant.id);
+  if (grant.is_of_elements) return add_tombstone(ended_of_elements_, peer_tombstones_max(), grant.id);
   out.push_back(GrantEnded{grant.id, grant.state});
-  bury(tombstones_, limits_.tombstones_max, grant.id);
+  add_tombstone(tombstones_, limits_.tombstones_max, grant.id);
 }
 
-void GrantTable::bury(std::deque<TransferId>& graves, size_t max, const TransferId& id) {
-  graves.push_back(id);
-  while (graves.size() > max) {
-    grants_.erase(graves.front());
-    graves.pop_front();
+void GrantTable::add_tombstone(std::deque<TransferId>& tombstones, size_t max, const TransferId& id) {
+  tombstones.push_back(id);
+  while (tombstones.size() > max) {
+    grants_.erase(tombstones.front());
+    tombstones.pop_front();
   }
 }
 
 void GrantTable::set_expiry(Grant& grant, Nanos expiry) {
   expiries_.erase({grant.expiry, grant.id});
-  grant.expiry = std::min(expiry, grant.life_end);
+  grant.expiry = std::min(expiry, grant.lifetime_end);
   expiries_.insert({grant.expiry, grant.id});
 }
 

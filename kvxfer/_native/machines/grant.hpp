@@ -1,33 +1,33 @@
 // The grant table: the source's side, and the judge.
 //
-// A grant promises one reader that some blocks stay as they are until it ends. It is ALIVE while its state says so AND
-// now < expiry: both are looked at in the moment of the question, so a sweeper that is late changes nothing. Every other
-// state is terminal; a repeat of what ended it, or of anything else, is harmless and changes nothing.
+// A grant promises one reader that some blocks stay unchanged until it ends. It is ALIVE while its state says so AND now < expiry;
+// both are checked at the moment of the question, so a late sweeper changes nothing. Every other state is final; repeated events
+// are harmless and change nothing.
 //
 //            ready pull confirm renew        release      revoke      expire      reader_dead
 //   ALIVE    ALIVE                           RELEASED     REVOKED     EXPIRED     READER_GONE
 //   ended    (the owner's `ready` is an error; everything else leaves the state as it is)
 //
-// The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument:
-// a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes, and
-// whatever was lent to stream or unix: the reader asks after its last read; else the source judges once the kernel has a copy of the
-// last byte), so whatever the reader read was read before the owner could have touched it.
+// The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument: a verdict
+// `ok` is given only while ALIVE, at a moment after the reader's last byte was read. On one-sided lanes, and for bytes that
+// `stream` or `unix` sent zero-copy, the reader asks after its last read; otherwise the source judges once the kernel has a copy of
+// the last byte. So the reader read all bytes before the owner could have overwritten them.
 //
-// A verdict is remembered by its nonce: asked again (the reply was lost) it is the same, also after the grant ended,
-// because it speaks of the moment it was given. Ended grants leave a tombstone, so that a late reader learns how it
-// ended and an id is never used twice.
+// The table remembers a verdict by its nonce: asked again (the reply was lost) the answer is the same, also after the grant ended,
+// because the verdict holds for the moment it was given. Ended grants leave a tombstone, so that a late reader learns how the grant
+// ended, and no id is used twice.
 //
-// How blocks are laid out must be equal on both sides (the record's digest), and so must what they mean: the owner and the
-// reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
+// The layout of blocks must be equal on both sides (the record's digest), and so must their meaning: owner and reader may each give
+// a digest of the content, such as the tokens. If both do and the digests differ, the pull is refused.
 //
-// A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time, and is told how it
-// stands (QUEUED; intake.hpp says what the source knows of prompts without a grant). A pull of no blocks asks only whether the
-// grant exists: its reader has reserved nothing, and has not begun to read. The first reader that
-// presents the id binds the grant to its exact incarnation; where the owner named an agent, no other can. What any other
-// peer says of the id (pull, confirm, release, renew, cancel), before the grant is made or later, changes nothing of it.
+// A pull may come before its grant. It waits, bounded in time and in count (in total and per peer), and gets QUEUED frames about
+// its state (intake.hpp says what the source knows of prompts without a grant). A pull of no blocks only asks whether the grant
+// exists: its reader has reserved nothing, and has not begun to read. The first reader that presents the id binds the grant to its
+// exact incarnation; if the owner named an agent, only that agent can. Frames of other peers about the id (pull, confirm, release,
+// renew, cancel) have no effect, before the grant is made and after.
 //
-// A grant of registered memory is made without its owner (by a peer's FETCH, or by this agent's own push) and bound to one
-// exact reader from its first moment; its owner is not told how it ends. Everything else holds for it as for the others.
+// A grant of registered memory is made without its owner (by a peer's FETCH, or by this agent's own push) and is bound to one exact
+// reader from the start; its owner is not told how it ends. All other rules are the same.
 #pragma once
 
 #include <deque>
@@ -38,8 +38,8 @@
 
 #include "bugs.hpp"
 #include "effects.hpp"
-#include "hold.hpp"
 #include "intake.hpp"
+#include "memory_claim.hpp"
 #include "waiting.hpp"
 
 namespace kvxfer {
@@ -48,27 +48,27 @@ enum class GrantEvent : uint8_t { Ready, Pull, Confirm, Renew, Release, Revoke, 
 
 // The table above. Throws Error(internal) for a pair that is not in it.
 GrantState next_state(GrantState state, GrantEvent event);
-Code code_of(GrantState state);  // what a reader is told; ok while alive
+Code code_of(GrantState state);  // the code that a reader gets; ok while alive
 
 struct GrantLimits {
   size_t grants_max = 65536;
   size_t tombstones_max = 65536;
   size_t waiting_max = 1024;
   Nanos ttl_ns = 10'000 * kMillisecond;
-  Nanos life_max_ns = 600'000 * kMillisecond;
-  Nanos wait_max_ns = 600'000 * kMillisecond;     // of a pull of a prompt that the engine here does not know, whatever its reader says
+  Nanos lifetime_max_ns = 600'000 * kMillisecond;
+  Nanos wait_max_ns = 600'000 * kMillisecond;     // of a pull of a prompt that the engine here does not know, whatever its reader asks for
   Nanos unknown_wait_ns = 2'000 * kMillisecond;   // before an id that the engine does not know counts as unknown
-  Nanos queued_every_ns = 250 * kMillisecond;     // a waiting pull is told how it stands
-  Nanos away_max_ns = 60'000 * kMillisecond;      // a waiting pull is kept without a session: its reader dials again
+  Nanos queued_every_ns = 250 * kMillisecond;     // between two QUEUED frames to a waiting pull
+  Nanos away_max_ns = 60'000 * kMillisecond;      // how long a waiting pull is kept without a session: its reader dials again
   uint64_t data_bytes_max = 1 << 20;  // of one DATA frame, unless a single block is larger
 };
 
 struct GrantCounts {
   size_t alive = 0, waiting_pulls = 0, expected = 0;
-  size_t unread = 0;         // of those alive: their readers have not begun to read
+  size_t unread = 0;         // alive, and their readers have not begun to read
   size_t unread_blocks = 0;  // of those
   uint64_t released = 0, expired = 0, revoked = 0, reader_gone = 0, verdicts_ok = 0, verdicts_refused = 0;
-  uint64_t refused = 0;  // asked for what is another's, or outside what there is
+  uint64_t refused = 0;  // requests for another reader's grant, or out of range
 };
 
 class GrantTable {
@@ -78,52 +78,51 @@ class GrantTable {
   GrantTable& operator=(const GrantTable&) = delete;
 
   // --- the owner's acts ---
-  // Its engine accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or decline it.
-  // Throws Error as grant() for an id that was used before or that its reader gave up, and limit_exceeded.
+  // The engine here accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or abort it.
+  // Throws Error as grant() for an id that was used before or that its reader aborted, and limit_exceeded.
   void expect(const TransferId& id, const std::string& reader);
-  // A sign of life of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
-  // pulse. A table whose owner never says so lets early pulls wait as long as their readers want.
+  // A heartbeat of the engine here, which has work or has none. `took_in`: it has taken in everything that had reached it at its
+  // last such pulse. If the owner never calls pulse(), early pulls wait as long as their readers want.
   void pulse(bool has_work, bool took_in, Nanos now) { intake_.pulse(has_work, took_in, now); }
-  // Whether the reader of a grant has asked for blocks of it. False for one that is unknown or of pieces.
+  // Whether the reader of a grant has asked for blocks of it. False for unknown grants and grants of elements.
   bool has_begun(const TransferId& id) const;
-  // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
-  // (the reader that is named here gave the transfer up before this grant was made).
+  // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released (the reader
+  // that is named here aborted the transfer before this grant was made).
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
-             Effects& out, const Bytes32& content = {});
-  // The owner will never make this grant: whoever waits for it, or comes for it later, is told so (grant_revoked).
-  void decline(const TransferId& id, Effects& out);
-  // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
-  // Error(grant_*) once ended, grant_unknown, invalid_argument.
-  // `sums`: CRC-32C of each block that becomes ready by this call, or none.
+             Effects& out, const Bytes32& content_digest = {});
+  // The owner will never make this grant: readers that wait for it, or ask for it later, get grant_revoked.
+  void abort_grant(const TransferId& id, Effects& out);
+  // The first `blocks` blocks are written and stay unchanged. Cumulative: never less than before. Throws Error(grant_*) once ended,
+  // grant_unknown, invalid_argument. `checksums`: CRC-32C of each block that becomes ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-             const std::vector<uint32_t>& sums = {});
-  // The pool and the blocks that ready(id, blocks) would newly make ready; none where that would throw or the pool has no checks.
+             const std::vector<uint32_t>& checksums = {});
+  // The pool and the blocks that ready(id, blocks) would newly make ready; none if that would throw or the pool has no checksums.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const;
-  // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
-  // `why` is told to its reader, now or when it asks.
+  // `event` is Revoke or Release. Returns the state of the grant afterwards, which is never Alive. Its reader gets `why`, now or
+  // when it asks.
   GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why = {});
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
-  // From now on only the agent `reader` may read it (empty: leave it open), unless that was decided before, or it has ended.
-  // Returns the agent id that it is bound to or named for; empty: none yet, or never. Throws Error(grant_unknown).
+  // From now on only the agent `reader` may read it (empty: leave it open), unless a reader is bound or named already, or the grant
+  // has ended. Returns the agent id that it is bound to or named for; empty: none yet, or never. Throws Error(grant_unknown).
   std::string bind(const TransferId& id, const std::string& reader, Nanos now);
-  // Whether that very grant is alive; `serial` 0: whichever has the id.
+  // Whether exactly that grant is alive; `serial` 0: the one that has the id now.
   bool is_alive(const TransferId& id, uint64_t serial, Nanos now) const;
 
   // --- registered memory ---
-  // A grant to exactly `reader`, all of it ready; returns when it ends whoever renews it. `weight`: bytes of memory that the
-  // list of a peer's FETCH takes, counted against what the peers of `share` may make us keep; 0: our own push. Throws
+  // A grant to exactly `reader`, all of it ready; returns when it ends in spite of all renewals. `cost`: bytes of memory that the
+  // list of a peer's FETCH takes, counted against the quota of `charged`; 0: our own push. Throws
   // Error(invalid_argument, limit_exceeded, overloaded).
-  Nanos grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns, uint64_t weight,
+  Nanos grant_elements(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
                      Nanos now);
-  // Whether grant_pieces would find room, before a list is made: throws as it.
-  void check_room(const AgentRef& share, uint64_t weight) const;
+  // Whether grant_elements would find room, before a list is made; throws as it does.
+  void check_room(const AgentRef& charged, uint64_t cost) const;
   bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
-  bool is_of_pieces(const TransferId& id) const;
+  bool is_of_elements(const TransferId& id) const;
   bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
-  // Given up before there was a grant, by a peer that may not have been meant.
-  bool is_given_up_by_another(const TransferId& id, const AgentRef& peer) const;
-  // False where the grant is known and never had a verdict ok.
+  // Aborted before there was a grant, by a peer that may not have been the intended reader.
+  bool is_aborted_by_another(const TransferId& id, const AgentRef& peer) const;
+  // False if the grant is known and never had a verdict ok.
   bool has_confirmed(const TransferId& id) const;
   // Ends every grant over the region.
   void revoke_over(uint32_t region, Nanos now, Effects& out);
@@ -136,12 +135,12 @@ class GrantTable {
   void on_release(const AgentRef& peer, const TransferId& id, Nanos now, Effects& out);
   void on_renew(const AgentRef& peer, const Renew& renew, Nanos now);
   void on_cancel(SessionId session, const Cancel& cancel);
-  // The kernel accepted the whole of the last SendData of this attempt. `is_lent`: it will read the blocks when the reader does.
-  // `serial`: of that SendData; 0: of whichever grant has the id.
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+  // The kernel accepted the whole of the last SendData of this attempt. `is_zero_copy`: it will read the blocks when the reader
+  // does. `serial`: of that SendData's grant; 0: of the grant that has the id now.
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);
-  // The bytes of a SendData of this grant cannot be read: its memory is gone, and what goes out in their place must never be
-  // confirmed, over this session or another. So the grant ends (revoked), and its reader is told `code`.
+  // The bytes of a SendData of this grant cannot be read: its memory is gone, and the zeros sent in their place must never be
+  // confirmed, over this session or another. So the grant ends (revoked), and its reader gets `code`.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out);
   void session_closed(SessionId session, Nanos now);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
@@ -151,54 +150,54 @@ class GrantTable {
   GrantCounts counts() const;
 
  private:
-  struct Reading {  // what the reader of a grant is doing now: one attempt on one session
+  struct Reading {  // the current attempt of a grant's reader, on one session
     SessionId session = 0;
     Pull pull;
     uint32_t ids_told = 0;
     bool is_told = false;      // a READY of this attempt went out
     uint32_t told_seq = 0;
     uint32_t sent = 0;         // blocks that the kernel accepted (stream)
-    uint32_t sending = 0;      // blocks of the SendData under way
+    uint32_t sending = 0;      // blocks of the SendData in progress
     bool is_judged = false;
-    bool has_lent = false;     // the kernel may not have read what was sent: the reader asks for the verdict
+    bool has_zero_copy = false;     // the kernel may not have read all sent bytes: the reader asks for the verdict
   };
   struct Grant {
     TransferId id;
-    uint64_t serial = 0;                 // no other grant has it, ever
+    uint64_t serial = 0;                 // unique to this grant
     GrantState state = GrantState::Alive;
-    std::unique_ptr<Hold> hold;          // while alive
-    std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
-    bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
-    AgentRef share;                      // whose share it takes up, where it has a weight
-    uint64_t weight = 0;
+    std::unique_ptr<MemoryClaim> claim;  // while alive
+    std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, if the owner gave them
+    bool is_of_elements = false;         // of registered memory: the owner does not know it
+    AgentRef charged;                    // the peer whose quota it uses, where it has a cost
+    uint64_t cost = 0;
     std::string reader_id;               // empty: the first to come
     bool is_open = false;                // made for the first to come
-    Bytes32 content{};                   // zero: the owner does not say
+    Bytes32 content_digest{};            // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
-    Nanos expiry = 0, life_end = 0;
+    Nanos expiry = 0, lifetime_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
-    bool is_given_up = false;            // released by its reader before the grant was made
-    bool has_begun = false;              // the last pull of its reader was of some blocks
-    std::string why;                     // its owner's, where it ended it
+    bool is_aborted = false;             // released by its reader before the grant was made
+    bool has_begun = false;              // the reader's last pull asked for at least one block
+    std::string why;                     // the owner's reason for ending it
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
     std::optional<Reading> reading;
     std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first
   };
   bool is_alive(const Grant& grant, Nanos now) const { return grant.state == GrantState::Alive && now < grant.expiry; }
   void finish(Grant& grant, GrantEvent event, Effects& out);
-  void lapse(Grant& grant, Nanos now, Effects& out);  // state follows the clock
+  void lapse(Grant& grant, Nanos now, Effects& out);  // updates the state after its expiry
   void accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
   void serve(Grant& grant, Nanos now, Effects& out);
   Ready announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now);
-  static std::vector<uint32_t> sums_of(const Grant& grant, uint32_t first, uint32_t count);
+  static std::vector<uint32_t> checksums_of(const Grant& grant, uint32_t first, uint32_t count);
   void send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out);
   Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
   void check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const;
   Grant& add(const TransferId& id);
   void check_count() const;
-  void bury(std::deque<TransferId>& graves, size_t max, const TransferId& id);
-  size_t graves_of_peers_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
+  void add_tombstone(std::deque<TransferId>& tombstones, size_t max, const TransferId& id);
+  size_t peer_tombstones_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
   void set_expiry(Grant& grant, Nanos expiry);
   void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
   void tell(WaitingPull& waiting, Nanos now, Effects& out);
@@ -207,14 +206,14 @@ class GrantTable {
 
   GrantLimits limits_;
   uint64_t next_serial_ = 1;
-  std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
+  std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live grants and tombstones
   std::deque<TransferId> tombstones_;  // oldest first
-  // Of grants that never were, and of pieces: any peer can make those, so they push out only each other.
-  std::deque<TransferId> given_up_, ended_of_pieces_;
+  // Of aborted pulls without a grant, and of elements: any peer can make those, so they evict only each other.
+  std::deque<TransferId> aborted_, ended_of_elements_;
   std::set<std::pair<Nanos, TransferId>> expiries_;
   WaitingPulls waiting_;
   Intake intake_;
-  Shares fetches_;
+  PeerQuota fetches_;
   GrantCounts counts_;
 };
 

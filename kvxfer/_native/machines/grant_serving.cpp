@@ -1,4 +1,4 @@
-// What the grant table says and sends to the reader of a grant: announcements, data on stream, and the verdict behind it.
+// What the grant table sends to the reader of a grant: announcements, data on `stream`, and the verdict after it.
 #include <algorithm>
 
 #include "grant.hpp"
@@ -10,12 +10,11 @@ uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / k
 
 }  // namespace
 
-// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of pieces the reader
-// has the list.
+// One READY. On one-sided lanes it carries as many of the source's new block ids as fit; of elements the reader has the list.
 Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
   const Pull& pull = reading.pull;
-  const PoolInfo* pool = grant.hold->pool();
-  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.hold->count(), grant.is_complete,
+  const PoolInfo* pool = grant.claim->pool();
+  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.claim->count(), grant.is_complete,
               to_ms(grant.expiry - now), pool != nullptr ? pool->id : 0, pull.first + reading.ids_told, {}, {}};
   if (!is_one_sided(pull.lane)) return ready;
   if (pool == nullptr) {
@@ -23,36 +22,36 @@ Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t ca
     return ready;
   }
   const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
-  const Extent told = grant.hold->part(pull.first + reading.ids_told, count);
+  const Extent told = grant.claim->part(pull.first + reading.ids_told, count);
   const auto from = told.ids->begin() + told.first;
   ready.ids.assign(from, from + count);
-  if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
+  if (pull.wants_checksums || pool->has_checksums) ready.checksums = checksums_of(grant, pull.first + reading.ids_told, count);
   reading.ids_told += count;
   return ready;
 }
 
-// All or none.
-std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, uint32_t count) {
-  std::vector<uint32_t> sums;
-  for (uint32_t i = first; i < first + count && i < grant.sums.size() && grant.sums[i]; ++i) sums.push_back(*grant.sums[i]);
-  if (sums.size() != count) sums.clear();
-  return sums;
+// All, or none.
+std::vector<uint32_t> GrantTable::checksums_of(const Grant& grant, uint32_t first, uint32_t count) {
+  std::vector<uint32_t> checksums;
+  for (uint32_t i = first; i < first + count && i < grant.checksums.size() && grant.checksums[i]; ++i) checksums.push_back(*grant.checksums[i]);
+  if (checksums.size() != count) checksums.clear();
+  return checksums;
 }
 
 void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
   const Pull& pull = reading.pull;
-  const Hold& hold = *grant.hold;
+  const MemoryClaim& claim = *grant.claim;
   const uint32_t first = pull.first + reading.sent;
-  const uint32_t count = hold.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
+  const uint32_t count = claim.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
   reading.sending = count;
-  const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
-  const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
-  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
-                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
+  const bool has_checksums = pull.wants_checksums || (claim.pool() != nullptr && claim.pool()->has_checksums);
+  const uint64_t bytes = claim.bytes(first, count) + (has_checksums ? uint64_t{count} * 4 : 0);
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_checksums, false, bytes}, claim.part(first, count),
+                         has_checksums ? checksums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
 }
 
-// Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
-// front of a control frame small. Called after every event that can change the answer.
+// Announces news to the reader and, on `stream`, sends ready blocks, one SendData at a time, so that few bytes queue in front of a
+// control frame. Called after every event that can change the result.
 void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   if (!grant.reading) return;
   Reading& reading = *grant.reading;
@@ -71,7 +70,7 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
 
   if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
   const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
-  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_lent || has_bug(Bug::verdict_of_lent))) {
+  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_zero_copy || has_bug(Bug::verdict_of_zero_copy))) {
     reading.is_judged = true;
     const SessionId session = reading.session;
     const uint64_t nonce = pull.nonce;
@@ -80,17 +79,17 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   }
 }
 
-void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                            uint64_t serial) {
   const auto found = grants_.find(id);
   if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
   Grant& grant = found->second;
   Reading& reading = *grant.reading;
-  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an attempt that was given up
-  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
+  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an earlier attempt
+  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match the SendData in progress");
   reading.sending = 0;
   reading.sent += count;
-  reading.has_lent |= is_lent;
+  reading.has_zero_copy |= is_zero_copy;
   lapse(grant, now, out);
   if (grant.reading) serve(grant, now, out);
 }

@@ -34,7 +34,7 @@ struct TransferIdHash {
   }
 };
 
-// One life of one agent. Equality of the whole pair is the only comparison that protocols make.
+// One incarnation of one agent. Equality of the whole pair is the only comparison that protocols make.
 struct AgentRef {
   std::string agent_id;
   uint64_t number = 0;
@@ -66,8 +66,8 @@ inline SessionKind session_kind(Lane lane) {
   return SessionKind::Tcp;
 }
 
-// On a one-sided lane the reader reads by itself and then asks for the verdict; otherwise (`stream`, and `unix`, which is
-// the same over a Unix socket) the source sends and the verdict is a trailer, of what was not lent.
+// On a one-sided lane the reader reads by itself and then asks for the verdict. On `stream`, and on `unix` (the same over a Unix
+// socket), the source sends, and the verdict is a trailer unless bytes were sent zero-copy.
 inline bool is_one_sided(Lane lane) { return lane != Lane::Stream && lane != Lane::Unix; }
 
 // Lanes whose reader needs a MAP of the source's memory first.

@@ -1,11 +1,10 @@
-// What the source's engine has said of prompts that have no grant yet, and of itself.
+// What the source's engine reported: prompts that have no grant yet, and its own heartbeats.
 //
-// An id is *expected* from the moment in which the engine accepted its prompt until its grant is made or declined. The engine
-// *pulses* with each step, and once more when it goes idle, and says whether all is taken in that had reached it at its last
-// such pulse. So a pull that came before its grant
-// is told what its source knows: whether the prompt is there, how many are before it, and how long ago the engine gave a sign
-// of life. An id that is not expected may still be on its way to the engine: it counts as unknown only once the pull has
-// waited for a while in which the engine took in its queue twice, or was idle.
+// An id is *expected* from the moment the engine accepts its prompt until its grant is made or aborted. The engine *pulses* with
+// each step, and once more when it goes idle. A pulse also says whether the engine has taken in everything that had reached it by
+// its last such pulse. So the source can answer a pull that came before its grant: whether the prompt is known, how many prompts
+// are ahead of it, and how long ago the engine pulsed. An id that is not expected may still be on its way to the engine: it counts
+// as unknown only after the pull has waited while the engine took in its queue twice, or was idle.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,7 @@ class Intake {
  public:
   Intake(size_t max, Nanos unknown_wait_ns) : max_(max), unknown_wait_ns_(unknown_wait_ns) {}
 
-  // Again: nothing. Throws Error(limit_exceeded).
+  // No effect if repeated. Throws Error(limit_exceeded).
   void expect(const TransferId& id) {
     if (order_of_.count(id) != 0) return;
     if (order_of_.size() >= max_) throw Error(Code::limit_exceeded, "grants_max (" + std::to_string(max_) + ") prompts are accepted and have no grant");
@@ -36,7 +35,7 @@ class Intake {
   }
   bool expects(const TransferId& id) const { return order_of_.count(id) != 0; }
   size_t size() const { return order_of_.size(); }
-  // At most so many prompts were accepted before it and wait still: those in the middle that were declined count too.
+  // An upper bound of the prompts that were accepted earlier and still wait: it counts aborted ones among them too.
   uint32_t position(const TransferId& id) const {
     return static_cast<uint32_t>(std::min<uint64_t>(order_of_.at(id) - by_order_.begin()->first, UINT32_MAX - 1));
   }
@@ -49,15 +48,15 @@ class Intake {
     if (took_in) ++rounds_;
   }
   uint64_t rounds() const { return rounds_; }
-  // A prompt that was accepted is work, whatever the engine said last: it may have stopped before it took it in.
+  // An accepted prompt counts as work, whatever the engine's last pulse said: the engine may have stopped before taking it in.
   bool has_work() const { return has_work_ || (has_engine_ && !order_of_.empty()); }
-  // Since the engine's last sign of life, as a pull is told that came at `came_at`; an idle engine owes none.
+  // The age to report to a pull that came at `came_at`: time since the engine's last heartbeat; 0 for an idle engine.
   Nanos age(Nanos came_at, Nanos now) const {
     if (!has_work()) return 0;
     return std::max<Nanos>(now - (has_work_ ? pulsed_at_ : std::max(pulsed_at_, came_at)), 0);
   }
-  // Whether a prompt that nobody asked this engine for is meant by a pull that came at `came_at`, after `rounds_before`. Never
-  // where there is no engine that says anything.
+  // Whether a pull that came at `came_at`, after `rounds_before`, means a prompt that never reached this engine. Always false if no
+  // engine pulses.
   bool is_unknown(const TransferId& id, Nanos came_at, uint64_t rounds_before, Nanos now) const {
     if (!has_engine_ || expects(id) || now - came_at < unknown_wait_ns_) return false;
     return rounds_ - rounds_before >= 2 || (!has_work_ && now - idle_since_ >= unknown_wait_ns_);

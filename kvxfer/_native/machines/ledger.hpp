@@ -1,5 +1,6 @@
 // The ledger of one pool: which blocks the agent has promised (granted), is filling (reserved) or cannot yet give back
-// (quarantined). Free and cached are the owner's words; the ledger only says when a block is none of the owner's to touch.
+// (quarantined). Whether a block is free or cached is the owner's decision; the ledger only says which blocks the owner must not
+// use.
 //
 //   granted      counted: one block may be promised to several readers
 //   reserved     exclusive: the destination of one live transfer
@@ -20,7 +21,7 @@ struct PoolInfo {
   Bytes32 digest{};
   bool is_shareable = false;  // memory allocated by kvxfer, exposure = pool: a same-host reader may map it
   bool is_exposed = false;    // exposure = pool: one-sided lanes other than `mapped` may read it
-  bool checks = false;        // blocks go with CRC-32Cs: the owner gives them with `ready`, or the shell computes while sending
+  bool has_checksums = false; // blocks are sent with CRC-32Cs: the owner gives them with `ready`, or the shell computes them while sending
 };
 
 class Ledger {
@@ -28,7 +29,7 @@ class Ledger {
   explicit Ledger(PoolInfo info) : info_(info), granted_(info.block_count), held_(info.block_count, Held::no) {}
 
   const PoolInfo& info() const { return info_; }
-  void set_digest(const Bytes32& digest) { info_.digest = digest; }  // the owner learnt, or lost, what its blocks mean
+  void set_digest(const Bytes32& digest) { info_.digest = digest; }  // the owner changes the meaning of its blocks
 
   // Throws Error(invalid_argument) for an index out of range or named twice, Error(blocks_busy) for a block in use.
   void grant(const std::vector<uint32_t>& blocks) {
@@ -52,7 +53,7 @@ class Ledger {
       if (held_[b] != Held::no || granted_[b] != 0) busy(b, "reserve");
     }
     for (size_t i = 0; i < blocks.size(); ++i) {
-      if (held_[blocks[i]] != Held::no) {  // only this very list can have taken it
+      if (held_[blocks[i]] != Held::no) {  // only this list itself can have taken it
         for (size_t j = 0; j < i; ++j) held_[blocks[j]] = Held::no;
         throw Error(Code::invalid_argument, "block " + std::to_string(blocks[i]) + " is named twice");
       }
@@ -94,7 +95,7 @@ class Ledger {
   }
   void move(const std::vector<uint32_t>& blocks, Held from, Held to) {
     for (uint32_t b : blocks) {
-      if (held_[b] != from) throw Error(Code::internal, "ledger: block " + std::to_string(b) + " is not in the state it must be in");
+      if (held_[b] != from) throw Error(Code::internal, "ledger: block " + std::to_string(b) + " is not in the expected state");
       held_[b] = to;
     }
   }

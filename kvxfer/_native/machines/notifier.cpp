@@ -8,16 +8,16 @@ namespace {
 
 constexpr size_t kDeadMax = 4096;
 constexpr uint64_t kSeqMax = uint64_t{1} << 62;
-constexpr size_t kEachBytes = 64;           // what one weighs beside its payload
-constexpr size_t kWindowPieces = 16;        // sent to one peer, and not heard of yet
-constexpr size_t kPartsBytesMax = 64 << 20;  // of notifications that are not whole yet, of all peers
-constexpr Nanos kPartPatience = 2000 * kMillisecond;  // one of which nothing came for so long makes room
+constexpr size_t kEachBytes = 64;           // what one costs apart from its payload
+constexpr size_t kWindowPieces = 16;        // sent to one peer and not acknowledged
+constexpr size_t kPartsBytesMax = 64 << 20;  // of incomplete notifications, of all peers
+constexpr Nanos kPartPatience = 2000 * kMillisecond;  // an incomplete one without news for so long may be dropped
 
-size_t weight_of(const std::string& payload) { return payload.size() + kEachBytes; }
+size_t cost_of(const std::string& payload) { return payload.size() + kEachBytes; }
 
 }  // namespace
 
-void Notifier::check_room(const Peer& box, const AgentRef& to, size_t bytes) const {
+void Notifier::check_room(const Mailbox& box, const AgentRef& to, size_t bytes) const {
   if (bytes > bytes_max_) throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(bytes_max_) + ")");
   if (box.pending.size() >= pending_max_) {
     throw Error(Code::limit_exceeded, "notifications_max (" + std::to_string(pending_max_) + ") wait for " + to.agent_id);
@@ -28,43 +28,43 @@ void Notifier::check_room(const Peer& box, const AgentRef& to, size_t bytes) con
 }
 
 uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
-  Peer& box = alive(to);
+  Mailbox& box = alive(to);
   check_room(box, to, payload.size());
   if (box.pending.empty()) box.sent_at = now;
-  box.queued += weight_of(payload);
+  box.queued += cost_of(payload);
   box.pending.emplace_back(box.next_seq, std::move(payload));
   return box.next_seq++;
 }
 
 void Notifier::promise(const AgentRef& to, size_t bytes) {
-  Peer& box = alive(to);
+  Mailbox& box = alive(to);
   check_room(box, to, bytes);
   box.promised += bytes + kEachBytes;
 }
 
 void Notifier::take_promise_back(const AgentRef& to, size_t bytes) {
-  if (const auto found = peers_.find(to); found != peers_.end()) found->second.promised -= std::min(found->second.promised, bytes + kEachBytes);
+  if (const auto found = mailboxes_.find(to); found != mailboxes_.end()) found->second.promised -= std::min(found->second.promised, bytes + kEachBytes);
 }
 
 bool Notifier::has_pending(const AgentRef& to) const {
-  const auto found = peers_.find(to);
-  return found != peers_.end() && !found->second.pending.empty();
+  const auto found = mailboxes_.find(to);
+  return found != mailboxes_.end() && !found->second.pending.empty();
 }
 
 void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out) {
-  const auto found = peers_.find(to);
-  if (found == peers_.end()) return;
+  const auto found = mailboxes_.find(to);
+  if (found == mailboxes_.end()) return;
   if (is_again && !found->second.pending.empty()) send_from(found->second, found->second.taken);
   send(found->second, session, now, out);
 }
 
-// From there in the oldest pending on, again.
-void Notifier::send_from(Peer& box, size_t taken) {
+// Restarts sending at this offset of the oldest pending one.
+void Notifier::send_from(Mailbox& box, size_t taken) {
   box.unsent_seq = box.pending.front().first;
   box.unsent_at = box.sent = box.taken = taken;
 }
 
-void Notifier::send(Peer& box, SessionId session, Nanos now, Effects& out) const {
+void Notifier::send(Mailbox& box, SessionId session, Nanos now, Effects& out) const {
   if (box.pending.empty()) return;
   const uint64_t oldest = box.pending.front().first;
   while (box.unsent_seq < box.next_seq && box.sent - std::min(box.sent, box.taken) < kWindowPieces * piece_bytes_) {
@@ -89,13 +89,13 @@ void Notifier::send(Peer& box, SessionId session, Nanos now, Effects& out) const
 
 void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out) {
   if (notif.kind == NotifKind::Ack) {
-    const auto found = peers_.find(from);
-    if (found == peers_.end()) return;
+    const auto found = mailboxes_.find(from);
+    if (found == mailboxes_.end()) return;
     if (notif.seq >= found->second.next_seq) return skip_to(found->second, from, notif.seq, out);
     on_ack(found->second, from, notif, now, out);
     return send(found->second, session, now, out);
   }
-  Peer& box = alive(from);
+  Mailbox& box = alive(from);
   uint64_t& last = box.delivered;
   if (notif.oldest <= notif.seq && notif.oldest > last + 1) last = notif.oldest - 1;
   if (notif.seq == last + 1) {
@@ -110,15 +110,15 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
   out.push_back(SendFrame{session, Notif{NotifKind::Ack, last, 0, {}, static_cast<uint32_t>(box.part_seq == last + 1 ? box.part.size() : 0)}});
 }
 
-void Notifier::on_ack(Peer& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out) {
+void Notifier::on_ack(Mailbox& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out) {
   while (!box.pending.empty() && box.pending.front().first <= ack.seq) {
     const auto& [seq, payload] = box.pending.front();
-    const size_t weight = weight_of(payload);
-    box.queued -= weight;
+    const size_t cost = cost_of(payload);
+    box.queued -= cost;
     box.taken = 0;
     if (seq < box.unsent_seq) {
-      box.sent -= weight;
-    } else {  // it has it from before
+      box.sent -= cost;
+    } else {  // the peer has it from before
       box.sent = box.unsent_at = 0;
       box.unsent_seq = seq + 1;
     }
@@ -129,13 +129,13 @@ void Notifier::on_ack(Peer& box, const AgentRef& from, const Notif& ack, Nanos n
   if (box.pending.empty() || box.pending.front().first != ack.seq + 1 || ack.begin >= box.pending.front().second.size()) return;
   box.sent_at = now;
   if (ack.begin < box.taken || (box.unsent_seq == ack.seq + 1 && box.unsent_at < ack.begin)) {
-    send_from(box, ack.begin);  // it gave up what it had, or has it from before
+    send_from(box, ack.begin);  // the peer dropped what it had, or has it from before
   }
   box.taken = ack.begin;
 }
 
-void Notifier::on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out) {
-  if (part.total > bytes_max_) throw Error(Code::protocol, "a notification of more bytes than this agent takes");
+void Notifier::on_part(Mailbox& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out) {
+  if (part.total > bytes_max_) throw Error(Code::protocol, "a notification is over this agent's notification_bytes_max");
   if (part.begin == 0 && (box.part_seq != part.seq || box.part_total != part.total)) {
     drop_part(box);
     box.part_seq = part.seq;
@@ -143,7 +143,7 @@ void Notifier::on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos
   }
   if (box.part_seq != part.seq || box.part_total != part.total || box.part.size() != part.begin) return;
   if (!make_room(part.payload.size(), now)) return;
-  if (box.part_seq != part.seq) return;  // it was this one that made room
+  if (box.part_seq != part.seq) return;  // making room dropped this one
   box.part_at = now;
   box.part += part.payload;
   parts_bytes_ += part.payload.size();
@@ -153,11 +153,11 @@ void Notifier::on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos
   out.push_back(NotifReceived{from, part.seq, std::exchange(box.part, {})});
 }
 
-// A peer that lets a notification lie in parts keeps no other out.
+// Drops the stalest incomplete notification, so that a peer that stops in the middle of one keeps no other out.
 bool Notifier::make_room(size_t bytes, Nanos now) {
   while (parts_bytes_ + bytes > kPartsBytesMax) {
-    Peer* stalest = nullptr;
-    for (auto& [_, box] : peers_) {
+    Mailbox* stalest = nullptr;
+    for (auto& [_, box] : mailboxes_) {
       if (!box.part.empty() && (stalest == nullptr || box.part_at < stalest->part_at)) stalest = &box;
     }
     if (stalest == nullptr || now - stalest->part_at < kPartPatience) return false;
@@ -166,64 +166,64 @@ bool Notifier::make_room(size_t bytes, Nanos now) {
   return true;
 }
 
-void Notifier::drop_part(Peer& box) {
+void Notifier::drop_part(Mailbox& box) {
   parts_bytes_ -= box.part.size();
   std::string().swap(box.part);
   box.part_seq = box.part_total = 0;
 }
 
-void Notifier::drop_pending(Peer& box, const AgentRef& peer, Code code, Effects& out) {
+void Notifier::drop_pending(Mailbox& box, const AgentRef& peer, Code code, Effects& out) {
   for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, code});
   box.pending.clear();
   box.queued = box.sent = box.taken = box.unsent_at = 0;
 }
 
 void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
-  const auto found = peers_.find(peer);
-  if (found == peers_.end()) return;
-  Peer& box = found->second;
+  const auto found = mailboxes_.find(peer);
+  if (found == mailboxes_.end()) return;
+  Mailbox& box = found->second;
   drop_pending(box, peer, Code::peer_gone, out);
   drop_part(box);
   box.unsent_seq = box.next_seq;
   dead_.erase(box.death);
   dead_.emplace(box.death = ++deaths_, peer);
   if (dead_.size() <= kDeadMax) return;
-  peers_.erase(dead_.begin()->second);
+  mailboxes_.erase(dead_.begin()->second);
   dead_.erase(dead_.begin());
 }
 
-// It has taken more from us than we know of: our numbers for it were forgotten, and what went out since was dropped for old.
-void Notifier::skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& out) {
-  if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of a number that no notification has");
+// The peer acknowledges more than we sent: our numbers for it were forgotten, and it dropped the latest ones as old.
+void Notifier::skip_to(Mailbox& box, const AgentRef& peer, uint64_t last, Effects& out) {
+  if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of an unused number");
   drop_pending(box, peer, Code::transport, out);
   box.unsent_seq = box.next_seq = last + 1;
 }
 
-void Notifier::peer_lives(const AgentRef& peer) {
-  if (const auto found = peers_.find(peer); found != peers_.end()) dead_.erase(std::exchange(found->second.death, 0));
+void Notifier::peer_alive(const AgentRef& peer) {
+  if (const auto found = mailboxes_.find(peer); found != mailboxes_.end()) dead_.erase(std::exchange(found->second.death, 0));
 }
 
-Notifier::Peer& Notifier::alive(const AgentRef& peer) {
-  Peer& found = peers_[peer];
+Notifier::Mailbox& Notifier::alive(const AgentRef& peer) {
+  Mailbox& found = mailboxes_[peer];
   dead_.erase(std::exchange(found.death, 0));
   return found;
 }
 
 std::vector<AgentRef> Notifier::overdue(Nanos now, Nanos patience_ns) const {
   std::vector<AgentRef> peers;
-  for (const auto& [peer, box] : peers_) {
+  for (const auto& [peer, box] : mailboxes_) {
     if (!box.pending.empty() && now - box.sent_at >= patience_ns) peers.push_back(peer);
   }
   return peers;
 }
 
 void Notifier::postpone(const AgentRef& to, Nanos now) {
-  if (const auto found = peers_.find(to); found != peers_.end()) found->second.sent_at = now;
+  if (const auto found = mailboxes_.find(to); found != mailboxes_.end()) found->second.sent_at = now;
 }
 
 Nanos Notifier::next_deadline(Nanos patience_ns) const {
   Nanos next = kNever;
-  for (const auto& [_, box] : peers_) {
+  for (const auto& [_, box] : mailboxes_) {
     if (!box.pending.empty()) next = std::min(next, box.sent_at + patience_ns);
   }
   return next;
@@ -231,7 +231,7 @@ Nanos Notifier::next_deadline(Nanos patience_ns) const {
 
 size_t Notifier::pending_count() const {
   size_t count = 0;
-  for (const auto& [_, box] : peers_) count += box.pending.size();
+  for (const auto& [_, box] : mailboxes_) count += box.pending.size();
   return count;
 }
 

@@ -1,30 +1,30 @@
-// One push: the initiator's side of a write. It owns the bytes and never sends one on its own account: it grants its pieces
-// to exactly one reader, asks that reader to pull them into its registered memory, and waits to be told how that ended.
+// One push: the initiator's side of a write. It owns the bytes but sends them only as a source: it grants its elements to exactly
+// one reader, asks that reader to pull them into its registered memory, and waits for the reader's report of the end.
 //
 //                 session_up  session_lost  done        fail    cancel
 //   CONNECTING    WAITING     CONNECTING    -           FAILED  CANCELLED
 //   WAITING       -           CONNECTING    COMMITTED   FAILED  CANCELLED
 //   COMMITTED, FAILED, CANCELLED: nothing moves them.       ("-": impossible, an error)
 //
-// What the destination does under the grant (pull, read, confirm) goes through the grant table like every other reader's.
-// PUSH is asked again where no answer came, and the destination takes it once: to a transfer that is live it does nothing,
-// to one that is final it answers DONE again. COMMITTED is believed of a destination that was given a verdict ok.
+// What the destination does under the grant (pull, read, confirm) goes through the grant table like every other reader's. PUSH is
+// repeated if no answer comes, and the destination accepts it once: for a live transfer a repeat does nothing, for a final one the
+// destination sends DONE again. The initiator believes COMMITTED only if the destination got a verdict ok.
 //
-// One id and one grant for all lanes: what landed by the one before stays good, and only the rest is pulled by the next. It is
-// the initiator who says which lane comes next, because the destination cannot dial it: PUSH says how many there were before
-// (its turn), and whether there is another. DONE no_lane, where there is, ends the turn alone. Once it was given a verdict ok the
-// destination may have committed: then it is asked by whatever lane is left, and where none is, the outcome is not known.
+// One id and one grant serve all lanes: bytes that landed by one lane stay valid, and the next lane pulls only the rest. The
+// initiator chooses the next lane, because the destination cannot dial it: PUSH says how many lanes came before (its turn), and
+// whether another follows. If one follows, DONE no_lane ends only the turn. After a verdict ok the destination may have committed:
+// then the initiator asks it by the remaining lanes, and if none is left, the outcome is unknown.
 //
-// Whatever ends the push ends the grant first: a confirm that comes later finds it ended, so a push that was cancelled or
-// failed here is never committed there afterwards without a verdict that was given before. Where the destination neither
-// pulls nor says how it ended, the end of the grant's life ends the push. The pieces are held as every grant holds them;
-// once it has ended no send may take another byte of them.
+// The grant ends before the push does, whatever ends the push: a later confirm finds the grant ended. So a push that was cancelled
+// or failed here never commits there, unless a verdict ok was given before. If the destination neither pulls nor reports an end,
+// the end of the grant's lifetime ends the push. The grant holds the claim on the elements; once it has ended, no send may read
+// another byte of them.
 #pragma once
 
 #include <memory>
 
 #include "grant.hpp"
-#include "post.hpp"
+#include "operation.hpp"
 
 namespace kvxfer {
 
@@ -34,22 +34,22 @@ enum class PushEvent : uint8_t { SessionUp, SessionLost, Done, Fail, Cancel };
 TransferState next_state(TransferState state, PushEvent event);
 
 struct PushSpec {
-  Post::Way way;
-  PieceList local, remote;
-  bool wants_sums = false;
-  std::optional<std::string> notification;      // goes with what is asked for
-  std::optional<std::string> own_notification;  // too long for that: it goes when the destination said that it committed
+  Operation::Route route;
+  ElementList local, remote;
+  bool wants_checksums = false;
+  std::optional<std::string> notification;      // sent inside PUSH
+  std::optional<std::string> own_notification;  // too long for PUSH: sent after the destination reported its commit
 };
 
-class PushPost final : public Post {
+class PushOperation final : public Operation {
  public:
-  // `hold` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
-  // Error(no_lane, invalid_argument).
-  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now);
+  // The grant takes `claim`, the claim on the local elements; it is made once the destination was reached. Throws Error(no_lane,
+  // invalid_argument).
+  PushOperation(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now);
 
-  PushPost* as_push() override { return this; }
+  PushOperation* as_push() override { return this; }
   void on_done(const Done& done, Nanos now, Effects& out);
-  // The destination is at it: it asks for what follows the first `landed` pieces.
+  // The destination works on it: it asks for the elements after the first `landed`.
   void heard(uint32_t landed, Nanos now) {
     heard_at_ = now;
     if (landed <= landed_) return;
@@ -58,7 +58,7 @@ class PushPost final : public Post {
   }
   bool leans_on(uint32_t region) const;
   const std::optional<std::string>& own_notification() const { return spec_.own_notification; }
-  // It is over, and the destination was neither told nor said so itself.
+  // The push ended here, and the destination may not know that.
   bool may_be_read() const { return asked_ != 0 && !is_told_ && state_ != TransferState::Committed; }
 
  protected:
@@ -72,17 +72,17 @@ class PushPost final : public Post {
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
-  bool may_be_committed() const { return has_grant_ && grants_->has_confirmed(way_.id); }
+  bool may_be_committed() const { return has_grant_ && grants_->has_confirmed(route_.id); }
   bool is_last() const;
   void ask(Nanos now, Effects& out);
   void end_grant(Nanos now, Effects& out);
 
   PushSpec spec_;
   GrantTable* grants_;
-  std::unique_ptr<Hold> hold_;  // until there is a grant
-  std::vector<const char*> obstacles_;  // why a lane cannot read it, or null: of each lane
+  std::unique_ptr<MemoryClaim> claim_;  // until there is a grant
+  std::vector<const char*> obstacles_;  // for each lane: why it cannot be read by it, or null
   bool has_grant_ = false;
-  bool is_told_ = false;  // by the destination, that it failed there
+  bool is_told_ = false;  // the destination reported that it failed there
   Nanos grant_end_ = kNever;
   uint32_t asked_ = 0, checked_ = 0, landed_ = 0;
   Nanos first_asked_at_ = 0;

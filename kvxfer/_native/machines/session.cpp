@@ -9,7 +9,7 @@ namespace {
 
 std::string_view as_text(const Bytes32& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-// One life as bytes that no other life has.
+// An incarnation as bytes that no other incarnation has.
 std::string canonical(const AgentRef& ref) {
   std::string out;
   const auto append = [&out](uint64_t value, int bytes) {
@@ -25,9 +25,9 @@ std::string canonical(const AgentRef& ref) {
 }  // namespace
 
 // kvxfer.protocol.handshake has the same in Python.
-Bytes32 session_key(const Bytes32& root, const AgentRef& one, const AgentRef& other) {
+Bytes32 session_key(const Bytes32& cluster_secret, const AgentRef& one, const AgentRef& other) {
   const std::string a = canonical(one), b = canonical(other);
-  return hmac_sha256(as_text(root), "kvxfer session key v1" + std::min(a, b) + std::max(a, b));
+  return hmac_sha256(as_text(cluster_secret), "kvxfer session key v1" + std::min(a, b) + std::max(a, b));
 }
 
 Handshake::Handshake(AgentRef self, AgentRef peer, const Bytes32& nonce)
@@ -52,11 +52,11 @@ std::optional<Hello> Handshake::on_hello(const Hello& hello, const KeyOf& key_of
   static const char* const kDialLabel = "kvxfer session dial v1\n";
   if (state_ == SessionState::Up) throw Error(Code::protocol, "HELLO in a session that is up");
   if (hello.peer != self_) {
-    throw Error(Code::peer_gone, "this is " + self_.agent_id + " incarnation " + std::to_string(self_.number) + ", not the life that was dialed");
+    throw Error(Code::peer_gone, "this is " + self_.agent_id + " incarnation " + std::to_string(self_.number) + ", not the incarnation that was dialed");
   }
   if (state_ != SessionState::AwaitHello && hello.self != peer_) throw Error(Code::unauthenticated, "HELLO of another agent");
   const Bytes32* key = key_of(hello.self);
-  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + printable(hello.self.agent_id) + " is not known here in that life");
+  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + printable(hello.self.agent_id) + " is not known here in that incarnation");
 
   if (state_ == SessionState::AwaitHello) {
     if (hello.step != HelloStep::Dial) throw Error(Code::protocol, "a session begins with HELLO dial");
@@ -66,13 +66,13 @@ std::optional<Hello> Handshake::on_hello(const Hello& hello, const KeyOf& key_of
     return Hello{HelloStep::Accept, self_, peer_, nonce_, mac(*key, kAcceptLabel)};
   }
   if (state_ == SessionState::AwaitAccept) {
-    if (hello.step != HelloStep::Accept) throw Error(Code::protocol, "HELLO accept was due");
+    if (hello.step != HelloStep::Accept) throw Error(Code::protocol, "expected HELLO accept");
     peer_nonce_ = hello.nonce;
     if (!is_equal_constant_time(hello.mac, mac(*key, kAcceptLabel))) throw Error(Code::unauthenticated, "the session proof is wrong");
     state_ = SessionState::Up;
     return Hello{HelloStep::Prove, self_, peer_, {}, mac(*key, kDialLabel)};
   }
-  if (hello.step != HelloStep::Prove) throw Error(Code::protocol, "HELLO prove was due");
+  if (hello.step != HelloStep::Prove) throw Error(Code::protocol, "expected HELLO prove");
   if (!is_equal_constant_time(hello.mac, mac(*key, kDialLabel))) throw Error(Code::unauthenticated, "the session proof is wrong");
   state_ = SessionState::Up;
   return std::nullopt;

@@ -1,4 +1,4 @@
-// One session: two proven agents on one connection. This file knows how a session comes up and nothing of what it carries.
+// One session: two proven agents on one connection. This file knows how a session comes up, and nothing of its later frames.
 //
 //   dialer                                acceptor
 //   HELLO dial   {self, peer, nonce_d} ->
@@ -6,10 +6,10 @@
 //   HELLO prove  {mac_d}               ->
 //   up when mac_a is right                up when mac_d is right
 //
-// Both MACs are HMAC-SHA256 under the key of the pair (from the coordinator, over its authenticated channel), over a label
-// of the sender's part, both nonces and both lives: a proof cannot be replayed, reflected, or used by another life. A peer
-// whose life is not known here is refused: it may be older or newer than what the coordinator last told. Where there is no
-// coordinator, whoever holds the secret under all keys is let in: see Endpoint::set_root.
+// Both MACs are HMAC-SHA256 under the key of the pair (from the coordinator, over its authenticated channel), over a label of the
+// sender's role, both nonces and both incarnations: a proof cannot be replayed, reflected, or used by another incarnation. A peer
+// whose incarnation is not known here is refused: it may be older or newer than the one that the coordinator last reported. Without
+// a coordinator, every peer that holds the cluster secret is accepted: see Endpoint::accept_derived_keys.
 #pragma once
 
 #include <functional>
@@ -21,8 +21,8 @@ namespace kvxfer {
 
 enum class SessionState : uint8_t { AwaitHello, AwaitAccept, AwaitProof, Up };
 
-// The key of one pair of lives, derived from the secret under all session keys; the same whichever way round they are given.
-Bytes32 session_key(const Bytes32& root, const AgentRef& one, const AgentRef& other);
+// The key of one pair of incarnations, derived from the cluster secret; the order of the two does not matter.
+Bytes32 session_key(const Bytes32& cluster_secret, const AgentRef& one, const AgentRef& other);
 
 using KeyOf = std::function<const Bytes32*(const AgentRef&)>;  // nullptr: no such peer
 

@@ -1,5 +1,5 @@
-// Pulls that came before their grants: bounded in count, for all and for each peer, and in time. Each is told from time to
-// time how it stands.
+// Pulls that came before their grants: bounded in time and in count (in total and per peer). Each gets a QUEUED frame from time to
+// time.
 #pragma once
 
 #include <map>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "frames.hpp"
-#include "shares.hpp"
+#include "peer_quota.hpp"
 
 namespace kvxfer {
 
@@ -15,23 +15,23 @@ struct WaitingPull {
   SessionId session;
   AgentRef peer;
   Pull pull;
-  Nanos deadline;              // its reader's own
-  Nanos unasked_until = kNever;  // as long as the engine here has not said that it knows the prompt
+  Nanos deadline;              // the reader's own
+  Nanos unasked_until = kNever;  // counts while the engine here does not know the prompt
   Nanos came_at = 0;
-  uint64_t rounds_before = 0;  // of the engine's intake, when it came
+  uint64_t rounds_before = 0;  // of the engine's intake, at its arrival
   Nanos tell_at = 0;
-  Nanos away_until = 0;        // its session ended, and it is kept so long: the time of a reader that comes back goes on counting
+  Nanos away_until = 0;        // its session ended, and it is kept until then; the deadlines of a returning reader keep counting
 
   bool is_away() const { return away_until != 0; }
 };
 
 class WaitingPulls {
  public:
-  explicit WaitingPulls(size_t max) : max_(max), shares_(max) {}
+  explicit WaitingPulls(size_t max) : max_(max), quota_(max) {}
 
   size_t size() const { return pulls_.size(); }
   bool has(const TransferId& id) const { return pulls_.count(id) != 0; }
-  // Null where there is no room. The same reader that asks again keeps its place and its first deadline.
+  // Null if there is no room. A reader that asks again keeps its place and its first deadline.
   WaitingPull* add(SessionId session, const AgentRef& peer, const Pull& pull, Nanos deadline, Nanos unasked_until, Nanos now, uint64_t rounds) {
     const auto range = pulls_.equal_range(pull.id);
     for (auto it = range.first; it != range.second; ++it) {
@@ -44,22 +44,22 @@ class WaitingPulls {
       return &it->second;
     }
     if (pulls_.size() >= max_) drop_away(nullptr);
-    if (!shares_.has_room(peer)) drop_away(&peer);
-    if (pulls_.size() >= max_ || !shares_.has_room(peer)) return nullptr;
-    shares_.take(peer);
+    if (!quota_.has_room(peer)) drop_away(&peer);
+    if (pulls_.size() >= max_ || !quota_.has_room(peer)) return nullptr;
+    quota_.take(peer);
     return &pulls_.emplace(pull.id, WaitingPull{session, peer, pull, deadline, unasked_until, now, rounds})->second;
   }
   template <class F>
   void each(F&& visit) {
     for (auto& [_, waiting] : pulls_) visit(waiting);
   }
-  // Those of it are away from now on, until they come back or `away_until`.
+  // The pulls of this session are away until their reader returns or `away_until`.
   void session_closed(SessionId session, Nanos away_until) {
     for (auto& [_, waiting] : pulls_) {
       if (waiting.session == session && !waiting.is_away()) waiting.away_until = away_until;
     }
   }
-  // Takes all that wait for `id`, in the order in which they came, as take_if() does.
+  // Takes all pulls that wait for `id`, in the order of their arrival, as take_if() does.
   std::vector<WaitingPull> take(const TransferId& id) {
     const auto range = pulls_.equal_range(id);
     return take_if([](const WaitingPull&) { return true; }, range.first, range.second);
@@ -68,7 +68,8 @@ class WaitingPulls {
     const auto range = pulls_.equal_range(id);
     take_if([&](const WaitingPull& waiting) { return waiting.peer == peer; }, range.first, range.second);
   }
-  // Gives those that can be answered; one that is away goes without a word, and finds the answer if it comes back.
+  // Removes the pulls that `is_taken` selects, and returns those that can be answered. The reader of a pull that is away gets its
+  // answer when it asks again.
   template <class F>
   std::vector<WaitingPull> take_if(F&& is_taken) {
     return take_if(is_taken, pulls_.begin(), pulls_.end());
@@ -82,7 +83,7 @@ class WaitingPulls {
  private:
   using Pulls = std::multimap<TransferId, WaitingPull>;
 
-  // Of `peer`, or of any: what is kept of those that went away never keeps others out.
+  // Drops pulls of `peer`, or of any peer, that are away, so that they never keep others out.
   void drop_away(const AgentRef* peer) {
     take_if([&](const WaitingPull& waiting) { return waiting.is_away() && (peer == nullptr || waiting.peer == *peer); });
   }
@@ -93,7 +94,7 @@ class WaitingPulls {
     while (begin != end) {
       const auto current = begin++;
       if (!is_taken(current->second)) continue;
-      shares_.give_back(current->second.peer);
+      quota_.give_back(current->second.peer);
       if (!current->second.is_away()) taken.push_back(std::move(current->second));
       pulls_.erase(current);
     }
@@ -101,7 +102,7 @@ class WaitingPulls {
   }
 
   size_t max_;
-  Shares shares_;
+  PeerQuota quota_;
   Pulls pulls_;
 };
 

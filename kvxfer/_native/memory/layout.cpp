@@ -41,9 +41,9 @@ std::string place_name(const Layout& layout, const Extent& extent, uint64_t at) 
   } else {
     for (uint64_t bytes; i + 1 < extent.count && at >= (bytes = ranges.bytes_of(extent[i])); ++i) at -= bytes;
   }
-  const uint32_t grid = ranges.grid_of(extent[i]);
-  const Grid& from = ranges.grids()[grid];
-  const uint64_t byte = from.offset + (extent[i] - ranges.first_of(grid)) * from.stride + at;
+  const uint32_t row = ranges.row_of(extent[i]);
+  const StridedRange& from = ranges.rows()[row];
+  const uint64_t byte = from.offset + (extent[i] - ranges.first_of(row)) * from.stride + at;
   return "region " + std::to_string(from.region) + " at byte " + std::to_string(byte);
 }
 

@@ -1,9 +1,9 @@
-// Where memory lies, and a walk over its bytes that sees through blocks, pieces and neighbours.
+// Where memory lies, and a walk over its bytes that sees through blocks, elements and neighbours.
 //
 // A layout describes memory in one of two ways. As blocks: block b is the concatenation of its segments, segment s being
 // `length` bytes at `offset + b * stride`; that order goes over the wire, so two pools whose segments are cut differently
-// can still exchange blocks. As pieces of ranges, which name regions: a table says at which address each region begins. No
-// list of addresses is made from either form: the walk computes the next piece when it reaches it, and joins pieces that
+// can still exchange blocks. As elements of ranges, which name regions: a table says at which address each region begins. No
+// list of addresses is made from either form: the walk computes the next element when it reaches it, and joins elements that
 // touch.
 #pragma once
 
@@ -51,7 +51,7 @@ class Bases {
   size_t mask_ = 0, used_ = 0;
 };
 
-// Memory seen as blocks or, where `ranges` is set, as pieces. Written only where it is our own.
+// Memory seen as blocks or, where `ranges` is set, as elements. Written only where it is our own.
 struct Layout {
   uint8_t* base = nullptr;
   std::vector<Segment> segments;
@@ -59,12 +59,12 @@ struct Layout {
   std::shared_ptr<const Bases> bases;
 };
 
-// Where byte `at` of some blocks or pieces lies, in words: for errors.
+// Where byte `at` of some blocks or elements lies, in words: for errors.
 std::string place_name(const Layout& layout, const Extent& extent, uint64_t at);
 // The error for memory that is registered, and not mapped at that byte. `whose`: "source" or "destination".
 Error memory_gone(const char* whose, const Layout& layout, const Extent& extent, uint64_t at);
 
-// A position inside the bytes of some blocks or pieces. Layout and extent must stay where they are.
+// A position inside the bytes of some blocks or elements. Layout and extent must stay where they are.
 class BlockWalk {
  public:
   struct Span {
@@ -77,7 +77,7 @@ class BlockWalk {
   BlockWalk(const Layout& layout, const Extent& extent)
       : layout_(&layout), ids_(extent.ids ? extent.ids->data() + extent.first : nullptr), count_(extent.count) {
     if (layout.ranges) {
-      grids_ = layout.ranges->grids().data();
+      rows_ = layout.ranges->rows().data();
       is_table_ = layout.ranges->is_table();
     }
     if (count_ != 0) find();
@@ -130,48 +130,48 @@ class BlockWalk {
     here_ += bytes;
     left_ -= bytes;
     if (left_ != 0) return;
-    if (grids_ == nullptr && ++segment_ != layout_->segments.size()) return find();
+    if (rows_ == nullptr && ++segment_ != layout_->segments.size()) return find();
     segment_ = 0;
     if (++at_ != count_) find();
   }
   void find() {
     const uint32_t id = ids_[at_];
-    if (grids_ == nullptr) {
+    if (rows_ == nullptr) {
       const Segment& s = layout_->segments[segment_];
       here_ = layout_->base + s.offset + s.stride * id;
       left_ = s.length;
       return;
     }
-    uint32_t inside = 0;  // which piece of its grid
+    uint32_t inside = 0;  // which element of its row
     if (is_table_) {
-      grid_ = id;
+      row_ = id;
     } else {
-      if (id < first_ || id - first_ >= grids_[grid_].count || !has_grid_) {
-        grid_ = layout_->ranges->grid_of(id);
-        first_ = layout_->ranges->first_of(grid_);
-        has_grid_ = true;
+      if (id < first_ || id - first_ >= rows_[row_].count || !has_row_) {
+        row_ = layout_->ranges->row_of(id);
+        first_ = layout_->ranges->first_of(row_);
+        has_row_ = true;
       }
       inside = id - first_;
     }
-    const Grid& grid = grids_[grid_];
-    if (grid.region != region_ || base_ == nullptr) {
-      region_ = grid.region;
+    const StridedRange& range = rows_[row_];
+    if (range.region != region_ || base_ == nullptr) {
+      region_ = range.region;
       base_ = layout_->bases->find(region_);
     }
-    here_ = base_ + grid.offset + grid.stride * inside;
-    left_ = grid.length;
+    here_ = base_ + range.offset + range.stride * inside;
+    left_ = range.length;
   }
 
   const Layout* layout_ = nullptr;
-  const Grid* grids_ = nullptr;  // null: blocks
+  const StridedRange* rows_ = nullptr;  // null: blocks
   const uint32_t* ids_ = nullptr;
   uint32_t at_ = 0, count_ = 0;
   uint32_t segment_ = 0;
   uint8_t* here_ = nullptr;
-  uint64_t left_ = 0;  // of the segment or piece
+  uint64_t left_ = 0;  // of the segment or element
   uint8_t* base_ = nullptr;
-  uint32_t region_ = 0, grid_ = 0, first_ = 0;
-  bool is_table_ = false, has_grid_ = false;
+  uint32_t region_ = 0, row_ = 0, first_ = 0;
+  bool is_table_ = false, has_row_ = false;
 };
 
 }  // namespace kvxfer

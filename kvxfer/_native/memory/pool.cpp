@@ -11,14 +11,14 @@ RegionTable::RegionTable(const std::map<uint32_t, std::shared_ptr<const OwnRegio
 }
 
 std::vector<std::shared_ptr<const OwnRegion>> RegionTable::of(const Extent& extent) const {
-  const std::vector<Grid>& grids = extent.ranges->grids();
+  const std::vector<StridedRange>& rows = extent.ranges->rows();
   const bool is_table = extent.ranges->is_table();
   std::vector<std::shared_ptr<const OwnRegion>> found;
   std::vector<bool> is_found(regions_.size());
   bool has_last = false;
   uint32_t last = 0;
   for (uint32_t i = 0; i < extent.count; ++i) {
-    const uint32_t region = grids[is_table ? extent[i] : extent.ranges->grid_of(extent[i])].region;
+    const uint32_t region = rows[is_table ? extent[i] : extent.ranges->row_of(extent[i])].region;
     if (has_last && region == last) continue;
     const size_t slot = bases->slot_of(region);
     if (slot == Bases::kNoSlot) return {};

@@ -58,11 +58,11 @@ struct RegionTable {
 // Our memory that an extent names, and what keeps it alive while it is used. Whether it may be used is for the endpoint to say.
 struct OwnMemory {
   std::shared_ptr<const Layout> layout;
-  std::shared_ptr<const Pool> pool;                        // if the extent names blocks
-  std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names pieces: those that they lie in
+  std::shared_ptr<const Pool> pool;            // if the extent names blocks
+  std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names elements: those that they lie in
   std::shared_ptr<cuda::Context> device;       // some of it lies there: only that driver may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
-  bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this lives
+  bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this object
   explicit operator bool() const { return layout != nullptr; }
 };
 

@@ -9,7 +9,7 @@ namespace kvxfer {
 namespace {
 
 std::atomic<pid_t> current{::getpid()};
-// Where no handler can be had, every look is a system call.
+// If no handler can be installed, every call is a system call.
 const bool is_told = ::pthread_atfork(nullptr, nullptr, [] { current.store(::getpid(), std::memory_order_relaxed); }) == 0;
 
 }  // namespace

@@ -24,7 +24,7 @@ constexpr uint64_t kHugeFrom = 2 << 20;  // a smaller region would waste most of
 constexpr long kHugetlbfs = 0x958458f6;
 constexpr const char* kShmemSwitch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
-// What the kernel does about huge pages in shared memory: "never", "advise", "always" and so on; empty where it does not say.
+// The kernel's setting for huge pages in shared memory: "never", "advise", "always" and so on; empty if it does not say.
 std::string shmem_switch() {
   std::string line;
   std::ifstream file(kShmemSwitch);
@@ -33,7 +33,7 @@ std::string shmem_switch() {
   return begin == std::string::npos || end == std::string::npos ? "" : line.substr(begin + 1, end - begin - 1);
 }
 
-// A number of KiB or pages behind `key`, in the part of the file that begins with `from`; 0 where there is none.
+// A number of KiB or pages after `key`, in the part of the file that begins with `from`; 0 if there is none.
 uint64_t find_number(const char* path, const std::string& from, const std::string& key) {
   std::ifstream file(path);
   bool is_inside = from.empty();
@@ -65,7 +65,7 @@ Region::Region(uint64_t bytes, bool populate, HugePages huge) : bytes_(bytes) {
   const bool is_wanted = huge == HugePages::Require || (huge == HugePages::Auto && bytes >= kHugeFrom);
   if (is_wanted && try_reserved(populate)) return;
   make(0, bytes, huge);
-  // Whether the kernel gives them on request shows once they are there.
+  // Whether the kernel gives them on request shows only afterwards.
   if (populate || huge == HugePages::Require) make_resident();
   if (is_wanted) page_bytes_ = count_page_bytes();
   if (huge != HugePages::Require || page_bytes_ > kSmallPage) return;
@@ -75,10 +75,10 @@ Region::Region(uint64_t bytes, bool populate, HugePages huge) : bytes_(bytes) {
   const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");
   throw Error(Code::limit_exceeded, "no huge pages for a region of " + std::to_string(bytes) + " bytes: " + std::to_string(needed) + " are needed, " +
                                         std::to_string(free) + " are free, and shared memory is given them '" + shmem_switch() +
-                                        "'; as root set aside more (sysctl vm.nr_hugepages) or write 'advise' to " + kShmemSwitch);
+                                        "'; as root reserve more (sysctl vm.nr_hugepages) or write 'advise' to " + kShmemSwitch);
 }
 
-// Pages that were set aside: they are reserved by mapping them, so that a later write cannot miss one.
+// Huge pages of the host's pool: mapping reserves them, so that a later write cannot miss one.
 bool Region::try_reserved(bool populate) {
   const uint64_t page = find_number("/proc/meminfo", "", "Hugepagesize:") * 1024;
   const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");
@@ -96,7 +96,7 @@ bool Region::try_reserved(bool populate) {
 void Region::make(unsigned flags, uint64_t mapped, HugePages huge) {
   mapped_ = mapped;
   fd_ = Fd(::memfd_create("kvxfer region", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
-  if (!fd_) {  // a filter of system calls, the setting vm.memfd_noexec, a kernel without it: no memory is missing
+  if (!fd_) {  // a system call filter, the setting vm.memfd_noexec, a kernel without it: no memory is missing
     const bool is_forbidden = errno == EPERM || errno == EACCES || errno == ENOSYS;
     fail_errno(is_forbidden ? Code::no_lane : Code::limit_exceeded, "memfd_create");
   }
@@ -112,7 +112,7 @@ void Region::make(unsigned flags, uint64_t mapped, HugePages huge) {
 }
 
 void Region::make_resident() {
-  // EINVAL: a kernel before 5.14, where the pages come one fault at a time.
+  // EINVAL: a kernel before 5.14, where each page comes with its first fault.
   if (::madvise(address_, mapped_, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return;
   const std::string text = errno_text("cannot make " + std::to_string(bytes_) + " bytes resident");
   release();

@@ -2,7 +2,7 @@
 //
 // It is a memfd that its owner maps read-write first and then seals: FUTURE_WRITE (no other process can map it writable),
 // SHRINK and GROW (a reader that checked the size once cannot be made to fault), SEAL (the seals stay). Where the host has
-// huge pages set aside, or gives them to shared memory on request, it is made of those: a copy of scattered blocks spends
+// huge pages reserved, or gives them to shared memory on request, it is made of those: a copy of scattered blocks spends
 // much of its time on the translations of small ones.
 #pragma once
 
@@ -16,11 +16,11 @@ constexpr uint64_t kSmallPage = 4096;
 
 // What a reader insists on before it maps a descriptor that a peer sent.
 int required_seals();
-// Of the pages that a memfd is made of; kSmallPage where nothing larger was set aside for it.
+// Of the pages that a memfd is made of; kSmallPage where no larger pages were reserved for it.
 uint64_t page_bytes(int fd);
 
 enum class HugePages : uint8_t {
-  Auto,     // where enough are set aside, else where the kernel gives them on request, else small ones
+  Auto,     // where enough are reserved, else where the kernel gives them on request, else small ones
   Never,
   Require,  // or none at all
 };

@@ -150,7 +150,7 @@ class RemoteRequest:
         seen = post.statistics()
         post_us = max(1, round(seen.post_us))
         transfer_us = max(post_us, round(seen.transfer_us))
-        return nixlXferTelemetry(self._start_us, post_us, transfer_us, seen.bytes, seen.pieces, seen.lane)
+        return nixlXferTelemetry(self._start_us, post_us, transfer_us, seen.bytes, seen.elements, seen.lane)
 
     def estimate_us(self) -> int | None:
         self._check_known()

@@ -61,7 +61,7 @@ def check_large_transfer(maker: LaneMaker) -> None:
 
 
 def check_progressive_ready(maker: LaneMaker) -> None:
-    """What is ready moves before the rest is; what is not ready does not move."""
+    """Ready blocks move before the rest is ready; blocks that are not ready do not move."""
     with two_parties(maker) as (source, destination):
         truth, transfer_id = source.fill(2), fresh_id()
         source.write(range(8, 16), 0x11)
@@ -106,14 +106,14 @@ def check_tail_of_a_grant(maker: LaneMaker) -> None:
 
 def check_checksums(maker: LaneMaker) -> None:
     """Blocks that go with checksums arrive as the others do, whether source, reader or both want them."""
-    for checks, wants_sums in ((True, False), (False, True), (True, True)):
-        source = make_party(maker, "source", PLAIN, checks=checks)
+    for has_checksums, wants_checksums in ((True, False), (False, True), (True, True)):
+        source = make_party(maker, "source", PLAIN, has_checksums=has_checksums)
         destination = make_party(maker, "destination", PLAIN)
         try:
             introduce(source, destination)
             truth, transfer_id = source.fill(9), fresh_id()
             grant(source, transfer_id, range(16), ready=5)
-            pull(maker, destination, source, transfer_id, range(16), wants_sums=wants_sums)
+            pull(maker, destination, source, transfer_id, range(16), wants_checksums=wants_checksums)
             parties = [source, destination]
             expect(maker, parties, "5 blocks", has_done(destination, transfer_id, 5), SOON_S)
             source.transport.ready(transfer_id, 16, layers=0, complete=True)

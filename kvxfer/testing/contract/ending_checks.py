@@ -1,5 +1,5 @@
-"""The part of the lane contract about transfers that end early, and what lasts beyond one: a life, a notification.
-Decides when memory is its owner's again; must never know how a lane is made.
+"""The part of the lane contract about transfers that end early, and about state that outlasts one: an incarnation, a
+notification. Decides when memory is its owner's again; must never know how a lane is made.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_source_closed(maker: LaneMaker) -> None:
 
 
 def check_source_declared_dead(maker: LaneMaker) -> None:
-    """The announced death of exactly that life ends its transfers at once."""
+    """The announced death of exactly that incarnation ends its transfers at once."""
     with two_parties(maker) as (source, destination):
         transfer_id = fresh_id()
         pull(maker, destination, source, transfer_id, [1])
@@ -107,7 +107,7 @@ def check_source_declared_dead(maker: LaneMaker) -> None:
 
 
 def check_reader_declared_dead(maker: LaneMaker) -> None:
-    """The announced death of the reader ends its grants; a grant that it never touched lives on."""
+    """The announced death of the reader ends its grants; a grant that it never touched stays."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
         touched, untouched = fresh_id(), fresh_id()
@@ -142,12 +142,12 @@ def check_destination_closed(maker: LaneMaker) -> None:
 
 
 def check_notifications(maker: LaneMaker) -> None:
-    """Numbered, in order, once; and those to a dead life are reported as failed."""
+    """Numbered, in order, once; and those to a dead incarnation are reported as failed."""
     with two_parties(maker) as (source, destination):
         parties = [source, destination]
         sent = [(source.transport.notify(destination.ref, b"%d" % n), b"%d" % n) for n in range(50)]
         back = destination.transport.notify(source.ref, b"back")
-        # That one was delivered may be heard before whoever received it took it.
+        # NotifDelivered may come before the receiver's program took the notification.
         counts = (50, 1, 50, 1)
         heard = (source.delivered, destination.delivered, destination.received, source.received)
         expect(maker, parties, "delivered", lambda: tuple(len(events) for events in heard) == counts, SOON_S)

@@ -88,7 +88,7 @@ def check_revoke_after_commit(maker: LaneMaker) -> None:
 
 
 def check_expiry(maker: LaneMaker) -> None:
-    """A grant that nobody reads ends by itself, and is over in the very moment."""
+    """A grant without a reader expires, at exactly its expiry."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
         transfer_id = fresh_id()
@@ -103,7 +103,7 @@ def check_expiry(maker: LaneMaker) -> None:
 
 
 def check_renewals(maker: LaneMaker) -> None:
-    """A live reader keeps a slow grant alive far past its time; its maximum life ends it all the same."""
+    """A live reader keeps a slow grant alive far past its time; its maximum lifetime ends it all the same."""
     config = AgentConfig(grant_ttl_s=1.0, grant_lifetime_max_s=4.0, stall_s=0.5)
     with two_parties(maker, config=config) as (source, destination):
         truth, transfer_id, endless = source.fill(1), fresh_id(), fresh_id()
@@ -122,7 +122,7 @@ def check_renewals(maker: LaneMaker) -> None:
 
 
 def check_wrong_reader(maker: LaneMaker) -> None:
-    """A grant serves the agent it names and nobody else."""
+    """A grant serves only the agent that it names."""
     with two_parties(maker) as (source, destination):
         thief = make_party(maker, "thief", PLAIN)
         try:
@@ -161,7 +161,7 @@ def check_incompatible(maker: LaneMaker) -> None:
 
 
 def check_past_the_end(maker: LaneMaker) -> None:
-    """More blocks than the grant has are refused, before and while it waits; the reader then gives the grant up."""
+    """More blocks than the grant has are refused, before and while it waits; the reader then releases the grant."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
         for is_early in (False, True):
@@ -178,7 +178,7 @@ def check_past_the_end(maker: LaneMaker) -> None:
         expect_poison(destination)
 
 
-def check_stranger(maker: LaneMaker) -> None:
+def check_wrong_key(maker: LaneMaker) -> None:
     """A peer whose key is another one proves nothing and gets nothing."""
     config = AgentConfig(reconnect_s=0.5)
     source, destination = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
@@ -199,7 +199,7 @@ def check_stranger(maker: LaneMaker) -> None:
 
 
 def check_wrong_calls(maker: LaneMaker) -> None:
-    """What the caller got wrong is said at once, and changes nothing."""
+    """A caller's error is raised at once, and changes nothing."""
     with two_parties(maker) as (source, destination):
         transfer_id = fresh_id()
         grant(source, transfer_id, [1, 2])
@@ -239,6 +239,6 @@ GRANT_CHECKS: tuple[Callable[[LaneMaker], None], ...] = (
     check_wrong_reader,
     check_incompatible,
     check_past_the_end,
-    check_stranger,
+    check_wrong_key,
     check_wrong_calls,
 )

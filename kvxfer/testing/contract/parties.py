@@ -1,4 +1,4 @@
-"""What the lane contract is checked with: parties (a transport with one pool and a log of its events) and makers, which
+"""The tools of the lane contract: parties (a transport with one pool and a log of its events) and makers, which
 open transports of one lane and let time pass. Decides how long a check waits; must never know what is checked.
 """
 
@@ -98,7 +98,7 @@ class LaneParty:
         record: CompatibilityRecord,
         config: AgentConfig | None = None,
         *,
-        checks: bool = False,
+        has_checksums: bool = False,
     ) -> None:
         self.transport = transport
         self.pool = PoolRecord(
@@ -118,7 +118,7 @@ class LaneParty:
         self.delivered: list[int] = []
         self.undelivered: list[int] = []
         self.poison()
-        transport.add_pool(self.pool, region, layout.segments, checks=checks)
+        transport.add_pool(self.pool, region, layout.segments, has_checksums=has_checksums)
 
     @property
     def ref(self) -> AgentRef:
@@ -175,7 +175,7 @@ class LaneParty:
                 raise AssertionError(f"the core of {self.ref} failed: {event.text}")
 
     def outcome(self, transfer_id: TransferId) -> str:
-        """``committed``, the error's code, or ``""`` while the transfer is not over."""
+        """``committed``, the error's code, or ``""`` while the transfer has not ended."""
         finals = self.finals.get(transfer_id.raw)
         if not finals:
             return ""
@@ -184,13 +184,13 @@ class LaneParty:
 
 
 class LaneMaker(Protocol):
-    """How to get transports of one lane, and how to wait for them."""
+    """Makes transports of one lane, and waits for them."""
 
     @property
     def lane(self) -> Lane: ...
 
     def open(self, agent_id: str, config: AgentConfig) -> Transport:
-        """A fresh life of that name."""
+        """A fresh incarnation of that name."""
         ...
 
     def wait(self, parties: Sequence[LaneParty], until: Callable[[], bool], within_s: float) -> bool:
@@ -293,17 +293,20 @@ def make_party(
     config: AgentConfig | None = None,
     record: CompatibilityRecord = RECORD,
     *,
-    checks: bool = False,
+    has_checksums: bool = False,
 ) -> LaneParty:
-    """A party on a fresh life, in memory that the lane can use; ``checks``: its blocks go with checksums."""
+    """A party on a fresh incarnation, in memory that the lane can use; ``has_checksums``: its blocks go with
+    checksums."""
     transport = maker.open(agent_id, config or AgentConfig())
-    return LaneParty(transport, layout, allocate_region(layout.length_bytes), record, config, checks=checks)
+    return LaneParty(
+        transport, layout, allocate_region(layout.length_bytes), record, config, has_checksums=has_checksums
+    )
 
 
 def introduce(
     one: LaneParty, other: LaneParty, *, key: bytes = bytes(range(32)), other_key: bytes | None = None
 ) -> None:
-    """Make two lives known to each other."""
+    """Make two incarnations known to each other."""
     one.transport.set_peer(other.ref, other.transport.address, key)
     other.transport.set_peer(one.ref, one.transport.address, other_key or key)
 

@@ -1,5 +1,5 @@
-"""The part of the lane contract about reads and writes of registered memory: which bytes move, who may, and when a
-notification is told. Decides what arrives; must never know how a lane is made.
+"""The part of the lane contract about reads and writes of registered memory: which bytes move, which peers may move
+them, and when a notification is told. Decides what arrives; must never know how a lane is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOTH = (Op.READ, Op.WRITE)
 
 
 def _random_rows(random: np.random.Generator, memories: list[PostedMemory], lengths: list[int], shape: str) -> Rows:
-    """As many pieces as ``lengths``, in no place twice, so that what must come out is known."""
+    """One element for each of ``lengths``, none overlapping, so that the result is known."""
     parts: list[Rows] = []
     size = max(lengths) + 3
     slots = [(memory, slot) for memory in memories for slot in range(len(memory.array) // size)]
@@ -36,15 +36,15 @@ def _random_rows(random: np.random.Generator, memories: list[PostedMemory], leng
 def _expected(before: list[PostedMemory], rows: Rows, data: list[bytes]) -> list[bytes]:
     """What ``before`` holds once ``data`` is in ``rows``."""
     copies = [bytearray(memory.array.tobytes()) for memory in before]
-    for (address, length, _), piece in zip(rows.tolist(), data, strict=True):
+    for (address, length, _), element in zip(rows.tolist(), data, strict=True):
         for copy, memory in zip(copies, before, strict=True):
             at = address - memory.record.address
             if at >= 0 and at + length <= len(copy):
-                copy[at : at + length] = piece
+                copy[at : at + length] = element
     return [bytes(copy) for copy in copies]
 
 
-def _pieces(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
+def _elements(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
     out = []
     for address, length, _ in rows.tolist():
         memory = next(m for m in memories if 0 <= address - m.record.address < len(m.array))
@@ -53,7 +53,7 @@ def _pieces(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
     return out
 
 
-def _has_sums(maker: LaneMaker) -> bool:
+def _has_checksums(maker: LaneMaker) -> bool:
     """Whether registered memory goes with checksums there."""
     return bool(checking_lanes([maker.lane], {})[0])
 
@@ -63,7 +63,7 @@ def check_post_bytes(maker: LaneMaker) -> None:
     random = np.random.default_rng(11)
     foreign = maker.lane is not Lane.MAPPED
     for number in range(8):
-        is_checked = _has_sums(maker) and number > 4
+        is_checked = _has_checksums(maker) and number > 4
         with two_parties(maker) as (one, other):
             mine = [PostedMemory.register(one, int(random.integers(60_000, 90_000))) for _ in range(2)]
             theirs = [PostedMemory.register(other, 70_000, is_foreign=foreign and i == 1) for i in range(3)]
@@ -78,21 +78,21 @@ def check_post_bytes(maker: LaneMaker) -> None:
                 for memory in destination:
                     memory.poison()
                 local, remote = (_random_rows(random, memories, lengths, shape) for memories in (mine, theirs))
-                pieces = _pieces(source, remote if op is Op.READ else local)
-                truth = _expected(destination, local if op is Op.READ else remote, pieces)
+                elements = _elements(source, remote if op is Op.READ else local)
+                truth = _expected(destination, local if op is Op.READ else remote, elements)
                 untouched = [memory.array.copy() for memory in source]
-                done = post(maker, op, one, local, other, remote, wants_sums=is_checked)
+                done = post(maker, op, one, local, other, remote, wants_checksums=is_checked)
                 expect_post(maker, [one, other], done, COMMITTED)
                 assert [memory.array.tobytes() for memory in destination] == truth, f"{op}: bytes differ"
                 assert all((m.array == copy).all() for m, copy in zip(source, untouched, strict=True))
                 numbers = done.result()
                 assert numbers.lane is maker.lane, f"went over {numbers.lane}"
-                assert (numbers.bytes, numbers.pieces) == (sum(lengths), count)
-                assert numbers.pieces_checked == (count if is_checked else 0)
+                assert (numbers.bytes, numbers.elements) == (sum(lengths), count)
+                assert numbers.elements_checked == (count if is_checked else 0)
 
 
 def check_post_of_indexed_and_strided(maker: LaneMaker) -> None:
-    """A prepared list is posted from again and again, by index arrays, and strided rows are as many pieces."""
+    """A prepared list is posted from again and again, by index arrays, and strided rows are as many elements."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 64 * 1024), PostedMemory.register(other, 96 * 1024)
         truth = theirs.fill(3)
@@ -114,7 +114,7 @@ def check_post_of_indexed_and_strided(maker: LaneMaker) -> None:
 
 
 def check_post_in_several_transfers(maker: LaneMaker) -> None:
-    """More pieces than one frame can carry: still one post, one end, one notification."""
+    """More elements than one frame can carry: still one post, one end, one notification."""
     count, step = 11_500, 23
     offsets = np.arange(count) * step + np.random.default_rng(5).integers(0, 6, count)
     for op in BOTH:
@@ -135,7 +135,7 @@ def check_post_in_several_transfers(maker: LaneMaker) -> None:
 
 
 def check_post_fails_as_one(maker: LaneMaker) -> None:
-    """Where one of its transfers is refused a post has failed, whatever the others did, and nobody is told."""
+    """Where one of its transfers is refused a post has failed, whatever the others did, and no notification is sent."""
     count, step = 11_500, 40
     offsets = np.arange(count) * step + np.random.default_rng(8).integers(0, 20, count)
     with two_parties(maker) as (one, other):
@@ -180,11 +180,11 @@ def check_many_posts(maker: LaneMaker) -> None:
             assert (memories[party][1].array == truths[peer][1]).all()
 
 
-# --- who may ---
+# --- permissions ---
 
 
 def check_post_permissions(maker: LaneMaker) -> None:
-    """What is not registered for it is not read or written, whatever the asker believes."""
+    """Memory that is not registered for reading or writing is not read or written, whatever the peer believes."""
     with two_parties(maker) as (one, other):
         mine = PostedMemory.register(one, 8192)
         unread = PostedMemory.register(other, 8192, can_read=False)
@@ -209,7 +209,8 @@ def check_post_permissions(maker: LaneMaker) -> None:
 
 
 def check_post_bounds(maker: LaneMaker) -> None:
-    """A piece that leaves its region by one byte is refused by the region's owner, as is a region that is not there."""
+    """An element that leaves its region by one byte is refused by the region's owner, as is a region that is not
+    there."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         around = PostedMemory.register(other, 8192)
@@ -228,7 +229,7 @@ def check_post_bounds(maker: LaneMaker) -> None:
 
 
 def check_removed_region(maker: LaneMaker) -> None:
-    """What was registered again is another region: who knows only the old one gets nothing."""
+    """Memory that was registered again is another region: a peer that knows only the old one gets nothing."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         truth = theirs.fill(2)
@@ -256,7 +257,7 @@ def check_removed_region(maker: LaneMaker) -> None:
 
 
 def check_wrong_posts(maker: LaneMaker) -> None:
-    """What the caller got wrong is said at once, and changes nothing."""
+    """A caller's error is raised at once, and changes nothing."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         for local, remote in (
@@ -275,9 +276,9 @@ def check_wrong_posts(maker: LaneMaker) -> None:
                 one.poster.post(Op.READ, prepared, ids, of_other, [0], lanes=[maker.lane])
         with raises(InvalidArgumentError):
             one.poster.post(Op.READ, of_other, None, prepared, None, lanes=[maker.lane])
-        if not _has_sums(maker):
+        if not _has_checksums(maker):
             with raises(LaneUnavailableError):
-                post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_sums=True)
+                post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_checksums=True)
         stalled = post(maker, Op.READ, one, mine.rows([0], 8192), other, theirs.rows([0], 8192))
         if not stalled.is_drained:
             with raises(BlocksBusyError):
@@ -292,7 +293,7 @@ def check_wrong_posts(maker: LaneMaker) -> None:
 
 
 def check_post_notifications(maker: LaneMaker) -> None:
-    """Told once, when the bytes are there and not before; of a post that failed, never."""
+    """The notification comes once, when the bytes are there and not before; for a post that failed, never."""
     with two_parties(maker) as (one, other):
         size = 200_000
         mine, theirs = PostedMemory.register(one, size), PostedMemory.register(other, size)

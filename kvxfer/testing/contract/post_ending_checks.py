@@ -20,8 +20,8 @@ from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.plan import Op
 from kvxfer.types import Lane, TransferState
 
-SIZE, PIECE = 640_000, 20_000
-OFFSETS = np.arange(0, SIZE, PIECE)
+SIZE, ELEMENT = 640_000, 20_000
+OFFSETS = np.arange(0, SIZE, ELEMENT)
 MOMENT_S = 0.0002
 """Between the moments at which a check interrupts; together they meet every phase."""
 MOMENTS = 12
@@ -41,7 +41,7 @@ def _start(
     theirs: PostedMemory,
     **options: object,
 ) -> TransferBatch:
-    return post(maker, op, one, mine.rows(OFFSETS, PIECE), other, theirs.rows(OFFSETS, PIECE), **options)
+    return post(maker, op, one, mine.rows(OFFSETS, ELEMENT), other, theirs.rows(OFFSETS, ELEMENT), **options)
 
 
 def check_post_cancel_races_the_bytes(maker: LaneMaker) -> None:
@@ -75,7 +75,7 @@ def check_post_cancel_races_the_bytes(maker: LaneMaker) -> None:
             expect_idle(maker, parties)
             maker.wait(parties, lambda: False, 0.005)
             assert told in ([], [True]), "committed with bytes that were not promised any more"
-            assert told or outcome(write) == "cancelled", "committed, and nobody told"
+            assert told or outcome(write) == "cancelled", "committed without a notification"
 
 
 def _compare(memory: PostedMemory, truth: npt.NDArray[np.uint8], told: list[bool]) -> Callable[[bytes], None]:
@@ -83,7 +83,7 @@ def _compare(memory: PostedMemory, truth: npt.NDArray[np.uint8], told: list[bool
 
 
 def check_region_taken_back_while_it_is_read(maker: LaneMaker) -> None:
-    """Deregister at any moment and overwrite: what a peer has read either is of before, or is not committed."""
+    """Deregister at any moment and overwrite: a peer's read either has the earlier bytes, or is not committed."""
     for moment in range(MOMENTS):
         with two_parties(maker) as (one, other):
             mine, theirs = _pair(one, other)
@@ -122,7 +122,7 @@ def _is_taken_back(party: LaneParty, memory: PostedMemory) -> bool:
 
 
 def check_post_past_its_deadline(maker: LaneMaker) -> None:
-    """A post whose peer does not answer ends when it was told to, and leaves nothing."""
+    """A post whose peer does not answer ends at its deadline, and leaves nothing."""
     config = AgentConfig(reconnect_s=30.0)
     one, other = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
     try:
@@ -153,7 +153,7 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
                 left = _start(maker, op, one, other, mine, theirs)
                 maker.wait([one, other], lambda: False, moment * MOMENT_S)
                 other.transport.close()
-                # UCX may find before the session does that nobody is there any more.
+                # UCX may find before the session does that the peer is gone.
                 endings = ["peer_gone", "transport", COMMITTED, *(["no_lane"] if maker.lane is Lane.UCX else [])]
                 expect_post(maker, [one], left, *endings)
                 if outcome(left) == COMMITTED:
@@ -166,7 +166,7 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
 
 
 def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
-    """The announced death of exactly that life ends its posts at once; and what it was writing here ends too."""
+    """The announced death of exactly that incarnation ends its posts at once; and its writes here end too."""
     for op in BOTH:
         one, other = make_party(maker, "source", PLAIN), make_party(maker, "destination", PLAIN)
         try:
@@ -188,7 +188,7 @@ def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
 
 
 def check_cut_posts_go_on(maker: LaneMaker) -> None:
-    """A connection that breaks at any moment costs time: the post ends as it would have, told once."""
+    """A connection that breaks at any moment costs time: the post ends as it would have, and reports that once."""
     config = AgentConfig(stall_s=0.3, reconnect_s=10.0, grant_ttl_s=1.0)  # a RELEASE may be cut off
     for op in BOTH:
         with two_parties(maker, config=config) as (one, other):
@@ -210,7 +210,7 @@ def check_cut_posts_go_on(maker: LaneMaker) -> None:
 
 
 def check_offers_are_told(maker: LaneMaker) -> None:
-    """Whoever is written to learns of each write that ended, once; the writer learns only of its own post."""
+    """The destination learns of each write that ended, once; the writer learns only of its own post."""
     with two_parties(maker) as (one, other):
         mine, theirs = _pair(one, other)
         mine.fill(1)

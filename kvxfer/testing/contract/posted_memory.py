@@ -73,7 +73,7 @@ class PostedMemory:
 
 
 def peer_of(party: LaneParty, *records: RegionRecord) -> RemotePeer:
-    """``party`` as others know it; ``records``: what they take its memory to be (default: the truth)."""
+    """``party`` as others know it; ``records``: its memory as they see it (default: the truth)."""
     return RemotePeer(party.ref, party.transport.address, records or party.poster.records())
 
 

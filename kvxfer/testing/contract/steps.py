@@ -14,7 +14,7 @@ from kvxfer.transport.counts import describe, is_idle
 from kvxfer.types import TransferId
 
 SOON_S = 20.0
-"""Bound for what must happen and needs no waiting of its own; a machine may be busy."""
+"""The time limit of steps without a wait of their own; a machine may be busy."""
 PLAIN = PoolLayout.plain(16, 4096)
 
 
@@ -37,7 +37,7 @@ def two_parties(
 def expect(
     maker: LaneMaker, parties: Sequence[LaneParty], what: str, until: Callable[[], bool], within_s: float
 ) -> None:
-    """Wait until it is so; AssertionError ``what`` otherwise."""
+    """Wait until it holds; AssertionError ``what`` otherwise."""
     if not maker.wait(parties, until, within_s):
         states = "; ".join(f"{party.ref.agent_id}: {describe(party.transport.counts())}" for party in parties)
         raise AssertionError(f"{what} not within {within_s:g} s ({states})")
@@ -80,7 +80,7 @@ def pull(
     *,
     first: int = 0,
     deadline_s: float = 60.0,
-    wants_sums: bool = False,
+    wants_checksums: bool = False,
 ) -> None:
     party.transport.pull(
         transfer_id,
@@ -90,7 +90,7 @@ def pull(
         first=first,
         lanes=[maker.lane],
         deadline_s=deadline_s,
-        wants_sums=wants_sums,
+        wants_checksums=wants_checksums,
     )
 
 
@@ -114,7 +114,7 @@ def has_done(party: LaneParty, transfer_id: TransferId, blocks: int) -> Callable
 
 
 def has_ended(party: LaneParty, transfer_id: TransferId) -> Callable[[], bool]:
-    """Whether a grant has ended, and its owner was told."""
+    """Whether a grant has ended, and its owner got GrantEnded."""
     return lambda: bool(party.ended[transfer_id.raw])
 
 

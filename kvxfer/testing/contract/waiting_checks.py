@@ -1,4 +1,4 @@
-"""The part of the lane contract about pulls that come before their grants: what they hold, what they are told, and when
+"""The part of the lane contract about pulls that come before their grants: their blocks, their answers, and when
 they are given up. Must never know how a lane is made.
 """
 
@@ -51,7 +51,8 @@ def _is_told(party: LaneParty, transfer_id: TransferId) -> Callable[[], bool]:
 
 
 def check_asked_then_reserved(maker: LaneMaker) -> None:
-    """A pull without blocks hears of its grant, early or late, moves nothing, and fills what it is given then."""
+    """A pull without blocks learns of its grant, early or late, moves nothing, and then fills the blocks that it
+    gets."""
     for is_early in (True, False):
         with two_parties(maker) as (source, destination):
             parties, transfer_id, data = [source, destination], fresh_id(), source.fill(3)
@@ -136,7 +137,7 @@ def check_what_a_source_knows(maker: LaneMaker) -> None:
         assert destination.outcome(unknown) == "grant_unknown"
         assert destination.transport.transfer_state(known) is TransferState.WAITING
         expect(maker, parties, "queued", lambda: destination.transport.counts().pulls_queued == 1, SOON_S)
-        source.transport.decline(known)
+        source.transport.abort_grant(known)
         expect_outcome(maker, parties, destination, known, "grant_revoked")
 
 
@@ -148,11 +149,11 @@ def check_a_hung_engine(maker: LaneMaker) -> None:
         source.transport.pulse(has_work=True)
         _ask(maker, source, destination, transfer_id, 1)
         expect_outcome(maker, parties, destination, transfer_id, "peer_gone")
-        source.transport.decline(transfer_id)
+        source.transport.abort_grant(transfer_id)
 
 
 def check_the_reason_of_a_revocation(maker: LaneMaker) -> None:
-    """What the owner says of a revocation is what the reader hears, waiting or late."""
+    """The reader gets the owner's reason of a revocation, waiting or late."""
     with two_parties(maker) as (source, destination):
         parties, waiting, late = [source, destination], fresh_id(), fresh_id()
         for transfer_id in (waiting, late):

@@ -20,7 +20,7 @@ _FRAME_FATES = (
     (Kind.REORDER, FrameFate.OVERTAKEN),
 )
 MEMORY_GONE_RARELY = 8
-"""Nothing that meets it commits: it is rarer than what is got over."""
+"""A transfer that meets it never commits: it is rarer than faults that transfers survive."""
 GONE_FOR_GOOD_RARELY = 2
 """Few transfers begin by a lane that reads and end by one that sends."""
 _BY_FRAME = {"Verdict": Kind.LOST_VERDICT, "Renew": Kind.LOST_RENEWAL}
@@ -38,7 +38,7 @@ class Chaos:
         self._clock.call_after(self._rng.randrange(50 * MS, 600 * MS), self._notify)
 
     def fate(self, name: str) -> tuple[FrameFate, Kind | None]:
-        """What becomes of one frame of that name."""
+        """The fate of one frame of that name."""
         world = self._world
         if world.is_calm:
             return FrameFate.ARRIVES, None
@@ -208,7 +208,7 @@ class Chaos:
         process = self._rng.choice(living)
         region = process.registered.leave(self._rng.choice((OUT, IN)))
         if region is not None:
-            ids = world.poster.fetching_from(process.life, region)
+            ids = world.poster.fetching_from(process.incarnation, region)
             world.strike(kind, [world.tracks[id_] for id_ in ids])
 
     _ACTS: ClassVar[dict[Kind, Callable[[Chaos, Kind], None]]] = {

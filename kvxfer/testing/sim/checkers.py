@@ -1,9 +1,9 @@
 """The judge of a simulated world: a reference model of promises, reservations and true times that says which of the
 five invariants of the design a run broke; must share no code with what it judges.
 
-It is told what happened (``pulled``, ``sampled`` inside ``landed``, ``grant_ended``, ...) by the world, which knows
-the true moment of everything, and never asks a machine for its opinion. Lives are named by their index in the world,
-transfers by (life of the destination, transfer id), grants by (life of the source, transfer id).
+It is told what happened (``pulled``, ``sampled`` inside ``landed``, ``grant_ended``, ...) by the world, which knows the
+true moment of everything, and never asks a machine for its opinion. Incarnations are named by their index in the world,
+transfers by (incarnation of the destination, transfer id), grants by (incarnation of the source, transfer id).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TransferKey = tuple[int, bytes]
 class _Grant:
     blocks: list[int]
     expiry: int
-    life_end: int
+    lifetime_end: int
     ttl_max: int
     renewals: set[tuple[Any, int]] = dataclasses.field(default_factory=set)
     announced: list[bytes] = dataclasses.field(default_factory=list)
@@ -68,7 +68,7 @@ class _Transfer:
     posted_at: int
     must_check: bool
     landed: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
-    """By own block: what, sampled when, from which life."""
+    """By own block: what, sampled when, from which incarnation."""
     heard_ok: list[int] = dataclasses.field(default_factory=list)
     """Nonces of the verdicts ok that arrived."""
     final: str = ""
@@ -91,57 +91,66 @@ class Checkers:
     # --- the source ---
 
     def granted(
-        self, life: int, id_: bytes, blocks: list[int], now: int, *, ttl: int, ttl_max: int, life_max: int
+        self, incarnation: int, id_: bytes, blocks: list[int], now: int, *, ttl: int, ttl_max: int, lifetime_max: int
     ) -> None:
-        if (life, id_) in self._grants:
-            raise Violation(Invariant.ONCE, f"life {life} granted {id_.hex()} twice")
-        self._grants[life, id_] = _Grant(blocks, now + ttl, now + life_max, ttl_max)
+        if (incarnation, id_) in self._grants:
+            raise Violation(Invariant.ONCE, f"incarnation {incarnation} granted {id_.hex()} twice")
+        self._grants[incarnation, id_] = _Grant(blocks, now + ttl, now + lifetime_max, ttl_max)
 
-    def has_live_grant(self, life: int, id_: bytes) -> bool:
-        grant = self._grants.get((life, id_))
+    def has_live_grant(self, incarnation: int, id_: bytes) -> bool:
+        grant = self._grants.get((incarnation, id_))
         return grant is not None and not grant.ended_as
 
-    def announced(self, life: int, id_: bytes, blocks: list[bytes]) -> None:
+    def announced(self, incarnation: int, id_: bytes, blocks: list[bytes]) -> None:
         """The first ``len(blocks)`` blocks are ready and hold this."""
-        grant = self._grants[life, id_]
+        grant = self._grants[incarnation, id_]
         if blocks[: len(grant.announced)] != grant.announced:
-            raise Violation(Invariant.CONFIRMED, f"life {life} changed a block of {id_.hex()} after it was announced")
+            raise Violation(
+                Invariant.CONFIRMED, f"incarnation {incarnation} changed a block of {id_.hex()} after it was announced"
+            )
         grant.announced = blocks
 
-    def renewed(self, life: int, id_: bytes, reader: Any, seq: int, ttl: int, now: int) -> None:
-        """A renewal reached the source. Only the table knows which life is bound, so any reader's counts here."""
-        grant = self._grants.get((life, id_))
+    def renewed(self, incarnation: int, id_: bytes, reader: Any, seq: int, ttl: int, now: int) -> None:
+        """A renewal reached the source. Only the table knows which incarnation is bound, so any reader's counts
+        here."""
+        grant = self._grants.get((incarnation, id_))
         if grant is None or now >= grant.end() or (reader, seq) in grant.renewals:
             return
         grant.renewals.add((reader, seq))
-        grant.expiry = max(grant.expiry, min(now + min(ttl, grant.ttl_max), grant.life_end))
+        grant.expiry = max(grant.expiry, min(now + min(ttl, grant.ttl_max), grant.lifetime_end))
 
-    def grant_ended(self, life: int, id_: bytes, state: str, now: int) -> None:
-        grant = self._grants[life, id_]
+    def grant_ended(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
+        grant = self._grants[incarnation, id_]
         if grant.ended_as:
             raise Violation(
-                Invariant.ONCE, f"grant {id_.hex()} of life {life} ended as {grant.ended_as}, then as {state}"
+                Invariant.ONCE,
+                f"grant {id_.hex()} of incarnation {incarnation} ended as {grant.ended_as}, then as {state}",
             )
         if state == "ALIVE":
-            raise Violation(Invariant.ONCE, f"grant {id_.hex()} of life {life} ended alive")
+            raise Violation(Invariant.ONCE, f"grant {id_.hex()} of incarnation {incarnation} ended alive")
         grant.ended_as, grant.ended_at = state, now
 
-    def freed(self, life: int, id_: bytes) -> None:
+    def freed(self, incarnation: int, id_: bytes) -> None:
         """The owner is about to overwrite this grant's blocks."""
-        if not self._grants[life, id_].ended_as:
-            raise Violation(Invariant.CONFIRMED, f"the owner freed blocks of the live grant {id_.hex()} of life {life}")
+        if not self._grants[incarnation, id_].ended_as:
+            raise Violation(
+                Invariant.CONFIRMED,
+                f"the owner freed blocks of the live grant {id_.hex()} of incarnation {incarnation}",
+            )
 
-    def confirmed(self, life: int, id_: bytes, nonce: int, now: int) -> None:
+    def confirmed(self, incarnation: int, id_: bytes, nonce: int, now: int) -> None:
         """The source said ok to ``nonce``: true now, or a repeat of what was true when it was first said."""
-        grant = self._grants.get((life, id_))
+        grant = self._grants.get((incarnation, id_))
         if grant is None:
-            raise Violation(Invariant.CONFIRMED, f"life {life} confirmed {id_.hex()}, which it never granted")
+            raise Violation(
+                Invariant.CONFIRMED, f"incarnation {incarnation} confirmed {id_.hex()}, which it never granted"
+            )
         if nonce in grant.ok_at:
             return
         if now >= grant.end():
             raise Violation(
                 Invariant.CONFIRMED,
-                f"life {life} confirmed {id_.hex()} at {now / S:.6f} s; it was over "
+                f"incarnation {incarnation} confirmed {id_.hex()} at {now / S:.6f} s; it was over "
                 f"({grant.ended_as or 'past its expiry'}) since {grant.end() / S:.6f} s",
             )
         grant.ok_at[nonce] = now
@@ -150,7 +159,7 @@ class Checkers:
 
     def pulled(
         self,
-        life: int,
+        incarnation: int,
         id_: bytes,
         source: int,
         blocks: list[int],
@@ -160,78 +169,90 @@ class Checkers:
         *,
         must_check: bool,
     ) -> None:
-        """``must_check``: into a pool with checks."""
+        """``must_check``: into a pool with checksums."""
         for block in blocks:
-            if (life, block) in self._reserved:
-                raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
-            self._reserved[life, block] = id_
-        self._transfers[life, id_] = _Transfer(source, blocks, first, memory, now, must_check)
+            if (incarnation, block) in self._reserved:
+                raise Violation(Invariant.RESERVATION, f"block {block} of incarnation {incarnation} is reserved twice")
+            self._reserved[incarnation, block] = id_
+        self._transfers[incarnation, id_] = _Transfer(source, blocks, first, memory, now, must_check)
 
-    def reserved(self, life: int, id_: bytes, blocks: list[int], first: int) -> None:
+    def reserved(self, incarnation: int, id_: bytes, blocks: list[int], first: int) -> None:
         """A pull that had no blocks was given these."""
         for block in blocks:
-            if (life, block) in self._reserved:
-                raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
-            self._reserved[life, block] = id_
-        transfer = self._transfers[life, id_]
+            if (incarnation, block) in self._reserved:
+                raise Violation(Invariant.RESERVATION, f"block {block} of incarnation {incarnation} is reserved twice")
+            self._reserved[incarnation, block] = id_
+        transfer = self._transfers[incarnation, id_]
         transfer.blocks, transfer.first = blocks, first
 
-    def unreserved(self, life: int, id_: bytes) -> None:
+    def unreserved(self, incarnation: int, id_: bytes) -> None:
         """The owner took the blocks of a pull back: from now on nothing may land there for it."""
-        transfer = self._transfers[life, id_]
+        transfer = self._transfers[incarnation, id_]
         if transfer.landed:
             raise Violation(Invariant.RESERVATION, f"blocks of {id_.hex()} were taken back after bytes had landed")
         for block in transfer.blocks:
-            del self._reserved[life, block]
+            del self._reserved[incarnation, block]
         transfer.blocks = []
 
-    def written(self, life: int, block: int) -> None:
-        """The owner writes to a block: nobody may have been promised what stands there, and nothing may land there."""
-        if (life, block) in self._reserved:
-            holder = self._reserved[life, block].hex()
+    def written(self, incarnation: int, block: int) -> None:
+        """The owner writes to a block: no live grant may promise its bytes, and nothing may land there."""
+        if (incarnation, block) in self._reserved:
+            holder = self._reserved[incarnation, block].hex()
             raise Violation(
-                Invariant.RESERVATION, f"life {life} writes to block {block}, which {holder} is pulled into"
+                Invariant.RESERVATION,
+                f"incarnation {incarnation} writes to block {block}, which {holder} is pulled into",
             )
         for (owner, id_), grant in self._grants.items():
-            if owner == life and not grant.ended_as and block in grant.blocks[: len(grant.announced)]:
+            if owner == incarnation and not grant.ended_as and block in grant.blocks[: len(grant.announced)]:
                 raise Violation(
-                    Invariant.CONFIRMED, f"life {life} writes to block {block}, announced for the live {id_.hex()}"
+                    Invariant.CONFIRMED,
+                    f"incarnation {incarnation} writes to block {block}, announced for the live {id_.hex()}",
                 )
 
     def landed(
-        self, life: int, id_: bytes, block: int, data: bytes, *, sampled_at: int, sampled_from: int, is_checked: bool
+        self,
+        incarnation: int,
+        id_: bytes,
+        block: int,
+        data: bytes,
+        *,
+        sampled_at: int,
+        sampled_from: int,
+        is_checked: bool,
     ) -> None:
         """Bytes of transfer ``id_`` reached ``block``; they were read from the source's memory at ``sampled_at``.
-        ``is_checked``: the source said of what sum they must be."""
-        holder = self._reserved.get((life, block))
+        ``is_checked``: the source sent the checksum that they must have."""
+        holder = self._reserved.get((incarnation, block))
         if holder != id_:
             raise Violation(
                 Invariant.RESERVATION,
-                f"{describe(data)} landed in block {block} of life {life} for {id_.hex()}, but the block is "
-                + (f"reserved for {holder.hex()}" if holder else "the owner's"),
+                f"{describe(data)} landed in block {block} of incarnation {incarnation} for {id_.hex()}, "
+                + (f"but the block is reserved for {holder.hex()}" if holder else "but the block is the owner's"),
             )
-        if self._transfers[life, id_].must_check and not is_checked:
+        if self._transfers[incarnation, id_].must_check and not is_checked:
             raise Violation(
                 Invariant.CONFIRMED,
-                f"{describe(data)} landed unchecked for {id_.hex()} in a pool with checks of life {life}",
+                f"{describe(data)} landed unchecked for {id_.hex()} in a checksummed pool of incarnation {incarnation}",
             )
-        self._transfers[life, id_].landed[block] = (data, sampled_at, sampled_from)
+        self._transfers[incarnation, id_].landed[block] = (data, sampled_at, sampled_from)
 
-    def final(self, life: int, id_: bytes, state: str, now: int) -> None:
-        transfer = self._transfers[life, id_]
+    def final(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
+        transfer = self._transfers[incarnation, id_]
         if transfer.final:
             raise Violation(Invariant.ONCE, f"transfer {id_.hex()} became {transfer.final}, then {state}")
         transfer.final, transfer.final_at = state, now
         if state == "COMMITTED":
-            self._check_commit(life, id_, transfer)
+            self._check_commit(incarnation, id_, transfer)
 
-    def _check_commit(self, life: int, id_: bytes, transfer: _Transfer) -> None:
+    def _check_commit(self, incarnation: int, id_: bytes, transfer: _Transfer) -> None:
         def wrong(text: str) -> Violation:
-            return Violation(Invariant.CONFIRMED, f"transfer {id_.hex()} of life {life} committed, but {text}")
+            return Violation(
+                Invariant.CONFIRMED, f"transfer {id_.hex()} of incarnation {incarnation} committed, but {text}"
+            )
 
         grant = self._grants.get((transfer.source, id_))
         if grant is None:
-            raise wrong(f"its source, life {transfer.source}, never granted it")
+            raise wrong(f"its source, incarnation {transfer.source}, never granted it")
         last = 0
         for index, block in enumerate(transfer.blocks):
             position = transfer.first + index
@@ -241,7 +262,7 @@ class Checkers:
             if position >= len(grant.announced):
                 raise wrong(f"position {position} was never announced")
             if sampled_from != transfer.source:
-                raise wrong(f"position {position} was read from life {sampled_from}, not {transfer.source}")
+                raise wrong(f"position {position} was read from incarnation {sampled_from}, not {transfer.source}")
             for what, found in (("landed", data), ("is in memory", transfer.memory.blocks[block])):
                 if found != grant.announced[position]:
                     raise wrong(
@@ -254,54 +275,57 @@ class Checkers:
             said = f"the last word that came was of {max(moments) / S:.6f} s" if moments else "no word came"
             raise wrong(f"its last byte was read at {last / S:.6f} s and {said}")
 
-    def verdict_arrived(self, life: int, id_: bytes, source: int, nonce: int) -> None:
+    def verdict_arrived(self, incarnation: int, id_: bytes, source: int, nonce: int) -> None:
         """An ok of ``source`` reached the destination; its machines may still find it stale."""
-        transfer = self._transfers.get((life, id_))
+        transfer = self._transfers.get((incarnation, id_))
         if transfer is not None and transfer.source == source:
             transfer.heard_ok.append(nonce)
 
-    def drained(self, life: int, id_: bytes) -> None:
-        transfer = self._transfers[life, id_]
+    def drained(self, incarnation: int, id_: bytes) -> None:
+        transfer = self._transfers[incarnation, id_]
         if not transfer.final:
             raise Violation(Invariant.ONCE, f"transfer {id_.hex()} drained before it was final")
         if transfer.is_drained:
             raise Violation(Invariant.ONCE, f"transfer {id_.hex()} drained twice")
         transfer.is_drained = True
         for block in transfer.blocks:
-            del self._reserved[life, block]
+            del self._reserved[incarnation, block]
 
-    def reused(self, life: int, block: int, expected: bytes, found: bytes) -> None:
+    def reused(self, incarnation: int, block: int, expected: bytes, found: bytes) -> None:
         """The owner looks again at a block that it wrote, or that was committed to it."""
         if found != expected:
             raise Violation(
                 Invariant.RESERVATION,
-                f"block {block} of life {life} held {describe(expected)} and holds {describe(found)}, "
+                f"block {block} of incarnation {incarnation} held {describe(expected)} and holds {describe(found)}, "
                 "with no act of its owner",
             )
 
-    def counted(self, life: int, held: int, granted: int) -> None:
-        """What a life's ledger counts: blocks reserved or quarantined, and blocks under a grant."""
-        known = sum(owner == life for owner, _ in self._reserved)
+    def counted(self, incarnation: int, held: int, granted: int) -> None:
+        """What an incarnation's ledger counts: blocks reserved or quarantined, and blocks under a grant."""
+        known = sum(owner == incarnation for owner, _ in self._reserved)
         if held != known:
-            raise Violation(Invariant.RESERVATION, f"the ledger of life {life} holds {held} blocks, the model {known}")
+            raise Violation(
+                Invariant.RESERVATION, f"the ledger of incarnation {incarnation} holds {held} blocks, the model {known}"
+            )
         known = len(
             {
                 b
                 for (owner, _), grant in self._grants.items()
-                if owner == life and not grant.ended_as
+                if owner == incarnation and not grant.ended_as
                 for b in grant.blocks
             }
         )
         if granted != known:
             raise Violation(
-                Invariant.CONFIRMED, f"the ledger of life {life} counts {granted} granted blocks, the model {known}"
+                Invariant.CONFIRMED,
+                f"the ledger of incarnation {incarnation} counts {granted} granted blocks, the model {known}",
             )
 
     # --- notifications ---
 
     def notified(self, sender: int, receiver: int, seq: int, payload: bytes) -> None:
         if (sender, receiver, seq) in self._sent:
-            raise Violation(Invariant.NOTIFICATION, f"life {sender} gave the number {seq} to {receiver} twice")
+            raise Violation(Invariant.NOTIFICATION, f"incarnation {sender} gave the number {seq} to {receiver} twice")
         self._sent[sender, receiver, seq] = payload
         self._numbers[sender, receiver] = seq
 
@@ -332,18 +356,18 @@ class Checkers:
     # --- the end ---
 
     def check_rest(self, living: set[int], bound_ns: int, now: int) -> None:
-        """Long after the last fault: for lives that still run, everything must be final, drained and ended."""
-        for (life, id_), transfer in self._transfers.items():
-            if life in living and not transfer.is_drained:
+        """Long after the last fault: for incarnations that still run, everything must be final, drained and ended."""
+        for (incarnation, id_), transfer in self._transfers.items():
+            if incarnation in living and not transfer.is_drained:
                 raise Violation(
                     Invariant.FINAL,
-                    f"transfer {id_.hex()} of life {life}, posted at {transfer.posted_at / S:.3f} s, is "
+                    f"transfer {id_.hex()} of incarnation {incarnation}, posted at {transfer.posted_at / S:.3f} s, is "
                     f"{'not drained' if transfer.final else 'not final'} at {now / S:.3f} s, "
                     f"{bound_ns / S:.1f} s after the last fault",
                 )
-        for (life, id_), grant in self._grants.items():
-            if life in living and not grant.ended_as:
-                raise Violation(Invariant.FINAL, f"grant {id_.hex()} of life {life} never ended")
+        for (incarnation, id_), grant in self._grants.items():
+            if incarnation in living and not grant.ended_as:
+                raise Violation(Invariant.FINAL, f"grant {id_.hex()} of incarnation {incarnation} never ended")
         for sender, receiver, seq in self._sent:
             if sender in living and (sender, receiver, seq) not in self._settled:
                 raise Violation(
@@ -352,8 +376,8 @@ class Checkers:
 
     def is_at_rest(self, living: set[int]) -> bool:
         return (
-            all(transfer.is_drained for (life, _), transfer in self._transfers.items() if life in living)
-            and all(grant.ended_as for (life, _), grant in self._grants.items() if life in living)
+            all(transfer.is_drained for (incarnation, _), transfer in self._transfers.items() if incarnation in living)
+            and all(grant.ended_as for (incarnation, _), grant in self._grants.items() if incarnation in living)
             and all(key in self._settled for key in self._sent if key[0] in living)
         )
 

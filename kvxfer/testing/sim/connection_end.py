@@ -52,7 +52,7 @@ class ConnectionEnd:
 
     def send_data(self, effect: Any) -> None:
         if self.is_open:
-            frame = self._lent(effect.frame)
+            frame = self._zero_copy(effect.frame)
             unit = self.process.world.unit(self, frame)
             self._outbox.append((unit, frame, effect))
             self._pump()
@@ -64,7 +64,7 @@ class ConnectionEnd:
             if effect is not None:
                 self._is_sending = True
                 payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
-                if frame.has_sums and self.process.world.chaos.corrupts():
+                if frame.has_checksums and self.process.world.chaos.corrupts():
                     payload.corrupted = self.process.rng.randrange(len(payload.cells))
                 payload.is_for_good = self.process.world.is_gone(frame.id, is_one_sided=False)
                 if payload.is_for_good or self.process.world.chaos.loses_memory():
@@ -74,49 +74,50 @@ class ConnectionEnd:
     def _pause(self, slow: int) -> int:
         return self.process.rng.randrange(20 * US, 500 * US) * slow
 
-    def _lent(self, frame: Any) -> Any:
+    def _zero_copy(self, frame: Any) -> Any:
         """Under one kernel it depends on the blocks whether it takes them, or references to them."""
         is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
-        if frame.has_sums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
+        if frame.has_checksums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
             return frame
         data = self.process.machines.Data
         said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
-        return data(*said, is_lent=True)
+        return data(*said, is_zero_copy=True)
 
     def _take(self, payload: _Payload) -> None:
-        """The kernel takes the bytes of one block: this is the moment in which they are read, unless they are lent."""
+        """The kernel takes the bytes of one block, and reads them at this moment, unless they are sent zero-copy."""
         if not self.is_open:
             return
         process, memory, frame = self.process, self.process.memory, payload.frame
-        cell = payload.cells[len(payload.sums)]
-        if payload.lost == len(payload.sums):
+        cell = payload.cells[len(payload.checksums)]
+        if payload.lost == len(payload.checksums):
             process.world.memory_lost(frame.id)
             if payload.is_for_good:
                 process.world.chaos.loses_session(self, frame.id)
             code, serial = process.machines.Code.memory_gone, payload.effect.serial
             process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
-        is_lost = 0 <= payload.lost <= len(payload.sums)
+        is_lost = 0 <= payload.lost <= len(payload.checksums)
         data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
-        is_read_later = frame.is_lent and not is_lost
-        sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
-        is_corrupted = payload.corrupted == len(payload.sums)
-        payload.sums.append(checksum(data))
-        is_last = len(payload.sums) == len(payload.cells)
+        is_read_later = frame.is_zero_copy and not is_lost
+        sample = Sample(process.clock.now, memory.incarnation, cell, data, memory if is_read_later else None)
+        is_corrupted = payload.corrupted == len(payload.checksums)
+        payload.checksums.append(checksum(data))
+        is_last = len(payload.checksums) == len(payload.cells)
         self.half.send(
-            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_sums
+            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_checksums
         )
         if not is_last:
             process.later(self._pause(payload.slow), self._take, payload)
             return
-        if frame.has_sums:
-            sums = struct.pack(
-                f"<{len(payload.sums)}I", *(payload.sums if is_lost else payload.effect.sums or payload.sums)
+        if frame.has_checksums:
+            checksums = struct.pack(
+                f"<{len(payload.checksums)}I",
+                *(payload.checksums if is_lost else payload.effect.checksums or payload.checksums),
             )
-            self.half.send(payload.unit, sums, None, is_last=True)
+            self.half.send(payload.unit, checksums, None, is_last=True)
         self._is_sending = False
         process.perform(
             process.endpoint.data_sent(
-                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_lent
+                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_zero_copy
             )
         )
         self._pump()
@@ -202,7 +203,7 @@ class ConnectionEnd:
                 self.mapped[frame.pool, frame.lane] = self.peer.process.memory
         elif name == "Renew":
             process.world.checkers.renewed(
-                process.life, frame.id, self.peer.process.life, frame.seq, frame.ttl_ms * MS, now
+                process.incarnation, frame.id, self.peer.process.incarnation, frame.seq, frame.ttl_ms * MS, now
             )
         elif name == "Verdict" and frame.code == process.machines.Code.ok:
             process.verdict_arrived(frame, self.peer.process)
@@ -222,13 +223,13 @@ class ConnectionEnd:
 
     def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
         self._is_landing = False
-        if sample.lent is not None:  # read now, out of the source's memory
-            data = sample.lent.read(sample.cell)
-            sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
+        if sample.memory is not None:  # read now, out of the source's memory
+            data = sample.memory.read(sample.cell)
+            sample = Sample(self.process.clock.now, sample.incarnation, sample.cell, data)
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)
-        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_sums)
-        landing.sums.append(checksum(data))
+        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_checksums)
+        landing.checksums.append(checksum(data))
         self._count(landing)
         if not self.is_open and self._landing is not None:
             self._stop_landing()
@@ -236,7 +237,7 @@ class ConnectionEnd:
 
     def _count(self, landing: _Landing) -> None:
         landing.done += 1
-        if landing.done == landing.count and not landing.has_sums:
+        if landing.done == landing.count and not landing.has_checksums:
             self._finish(landing)
 
     def _finish(self, landing: _Landing) -> None:
@@ -246,17 +247,17 @@ class ConnectionEnd:
             process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
 
     def _check(self, landing: _Landing) -> None:
-        """The sums of a payload that has landed came after it."""
-        sums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
+        """The checksums of a payload that has landed came after it."""
+        checksums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
         process = self.process
-        if not landing.token or list(sums) == landing.sums:
+        if not landing.token or list(checksums) == landing.checksums:
             return self._finish(landing)
         self._landing = None
         code = process.machines.Code.checksum
         process.perform(process.endpoint.read_stopped(landing.id, landing.token, code, "checksum", process.clock.now))
 
     def _stop_landing(self) -> None:
-        """Nothing more of this payload is written; the rest of it is thrown away as it comes."""
+        """Nothing more of this payload is written; the rest of it is thrown away on arrival."""
         landing = self._landing
         if landing is None or not landing.token or self._is_landing:
             return
@@ -269,21 +270,21 @@ class ConnectionEnd:
 class _Payload:
     """One SendData on its way into the kernel."""
 
-    __slots__ = ("cells", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "sums", "unit")
+    __slots__ = ("cells", "checksums", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "unit")
 
     def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
         self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
         self.cells = cells(effect.source)
-        self.sums: list[int] = []
+        self.checksums: list[int] = []
         self.corrupted = self.lost = -1
         self.is_for_good = False
 
 
 class _Landing:
-    __slots__ = ("cells", "count", "done", "has_sums", "id", "sums", "token")
+    __slots__ = ("cells", "checksums", "count", "done", "has_checksums", "id", "token")
 
     def __init__(self, frame: Any, token: int, where: list[Cell]) -> None:
         self.id, self.token, self.cells, self.count = frame.id, token, where, frame.count
-        self.has_sums = frame.has_sums
+        self.has_checksums = frame.has_checksums
         self.done = 0
-        self.sums: list[int] = []
+        self.checksums: list[int] = []

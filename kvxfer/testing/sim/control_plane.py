@@ -1,8 +1,8 @@
 """The control plane of a simulated world: a coordinator around the real directory machine and one client in each
 process around the real mirror, joined by streams that break; must never look into a data session.
 
-Messages are values, not bytes: the gRPC conversion has tests of its own, and what matters here is when who learns
-that a life ended, or is told so wrongly.
+Messages are values, not bytes: the gRPC conversion has tests of its own, and what matters here is when each side learns
+that an incarnation ended, or is told so wrongly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Coordinator:
         self._publish()
 
     def heartbeat(self, client: Client, stream: int, run: int) -> None:
-        if run != self._run:  # nobody listens on that connection any more
+        if run != self._run:  # that connection has no listener any more
             return client.cut(stream)
         try:
             self._perform(self._directory.heartbeat(stream, _NO_LOAD, is_draining=False, now_ns=self._clock.now))
@@ -109,7 +109,7 @@ class Coordinator:
 
 
 class Client:
-    """The agent's side: registers for ever, beats, and tells its endpoint who lives and who died."""
+    """The agent's side: registers for ever, beats, and tells its endpoint which agents run and which died."""
 
     def __init__(self, process: ProcessView) -> None:
         self.process = process
@@ -155,7 +155,7 @@ class Client:
             self._beat()
 
     def cut(self, ended: int | None) -> None:
-        """The stream is gone, whoever ended it; ``None`` is whichever there is, begun or not."""
+        """The stream is gone, whichever side ended it; ``None``: the one that there is, begun or not."""
         stream, run = self._stream, self._run
         if ended is not None and ended != stream:
             return
@@ -183,17 +183,17 @@ class Client:
         present = [member.ref for member in membership.members if member.ref != own]
         is_gone_first = world.rng.random() < 0.5
         if is_gone_first:
-            self._bury(gone)
+            self._report_dead(gone)
         for ref in present:
             key = session_key(self._root, own, ref)
             if is_gone_first or ref not in gone:
                 process.endpoint.set_peer(world.native(ref), key, world.control_kind)
         if not is_gone_first:
-            self._bury(gone)
+            self._report_dead(gone)
             for ref in [ref for ref in present if ref in gone]:
                 process.endpoint.set_peer(world.native(ref), session_key(self._root, own, ref), world.control_kind)
 
-    def _bury(self, gone: list[AgentRef]) -> None:
+    def _report_dead(self, gone: list[AgentRef]) -> None:
         process = self.process
         for ref in gone:
             process.world.log(f"{process!r} hears that {ref} is gone")

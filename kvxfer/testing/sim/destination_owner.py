@@ -28,7 +28,7 @@ class DestinationOwner:
     def stop_queue(self) -> None:
         process = self._process
         for order in self._queue:
-            process.perform(process.endpoint.give_up(order.id, order.source_ref, self._world.clock.now))
+            process.perform(process.endpoint.abort_pull(order.id, order.source_ref, self._world.clock.now))
             self._world.not_pulled(order.id)
         self._queue.clear()
 
@@ -43,7 +43,7 @@ class DestinationOwner:
         try:
             effects = process.endpoint.pull(
                 order.id, order.source_ref, POOL, blocks, order.first, self._lanes(order),
-                now + order.deadline_ns, process.rng.getrandbits(64), now, order.content,
+                now + order.deadline_ns, process.rng.getrandbits(64), now, order.content_digest,
             )  # fmt: skip
         except KvxferError as error:
             self._world.log(f"{process!r} cannot pull {order.id.hex()[:6]}: {error.code}")
@@ -52,23 +52,23 @@ class DestinationOwner:
             return
         self._world.log(f"{process!r} pulls {order.id.hex()[:6]} from {order.source!r}")
         self._world.checkers.pulled(
-            process.life,
+            process.incarnation,
             order.id,
-            order.source.life,
+            order.source.incarnation,
             blocks,
             order.first,
             process.memory,
             now,
-            must_check=process.has_checks,
+            must_check=process.has_checksums,
         )
         self._pulls[order.id] = (order, blocks)
         self._world.pulled(process, order)
         process.perform(effects)
 
     def _lanes(self, order: DecodeOrder) -> list[Any]:
-        """Into a pool with checks also one on which any source sends checksums."""
+        """Into a pool with checksums also one on which any source sends checksums."""
         stream = self._process.machines.Lane.STREAM
-        is_added = self._process.has_checks and stream not in order.lanes
+        is_added = self._process.has_checksums and stream not in order.lanes
         return [*order.lanes, stream] if is_added else list(order.lanes)
 
     def final(self, effect: Any) -> None:
@@ -94,7 +94,7 @@ class DestinationOwner:
     def _give_back(self, blocks: list[int], expected: list[bytes]) -> None:
         process = self._process
         for block, what in zip(blocks, expected, strict=True):
-            self._world.checkers.reused(process.life, block, what, process.memory.blocks[block])
+            self._world.checkers.reused(process.incarnation, block, what, process.memory.blocks[block])
         self._free += blocks
         self._next()
 

@@ -1,4 +1,4 @@
-"""Where the pieces of an extent lie: the slow, plain reading of what the native core's shells walk over."""
+"""Where the elements of an extent lie: the slow, plain reading of what the native core's shells walk over."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Place(NamedTuple):
     length: int
 
 
-def pieces(grids: list[tuple[int, int, int, int, int]]) -> list[Place]:
-    """Every piece of some grids, in order."""
+def elements(rows: list[tuple[int, int, int, int, int]]) -> list[Place]:
+    """Every element of some rows, in order."""
     return [
         Place(region, offset + i * stride, length)
-        for region, offset, stride, length, count in grids
+        for region, offset, stride, length, count in rows
         for i in range(count)
     ]
 
 
 def places(extent: Any) -> list[Place]:
-    """Those that an extent of ranges means, in its order."""
-    known = pieces(extent.ranges.grids)
+    """The elements of an extent of ranges, in its order."""
+    known = elements(extent.ranges.rows)
     return [known[i] for i in extent.blocks]

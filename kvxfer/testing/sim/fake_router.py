@@ -52,7 +52,8 @@ class FakeRouter:
     # --- what happens elsewhere ---
 
     def booted(self, process: ProcessView) -> None:
-        """A life began: the last legs that its slot was asked for may be asked of it again, under the same ids."""
+        """An incarnation began: the last legs that its slot was asked for may be asked of it again, under the same
+        ids."""
         if not process.name.startswith("p") or self._rng.random() >= self._world.weights[Kind.REGRANT]:
             return
         for track in list(self._world.open.values()):
@@ -119,7 +120,7 @@ class FakeRouter:
         assert source is not None
         assert destination is not None
         request.tries += 1
-        if source.ref is None or destination.ref is None:  # a membership without them: the router finds nobody
+        if source.ref is None or destination.ref is None:  # a membership without them: the router finds no worker
             self._clock.call_after(300 * MS, self._attempt, request, source_name, shares)
             return
         id_ = rng.randbytes(16)
@@ -141,8 +142,8 @@ class FakeRouter:
         lanes = self._lanes()
         is_hurried = rng.random() < world.weights[Kind.DEADLINE]
         deadline = rng.randrange(2 * MS, 500 * MS) if is_hurried else 30_000 * MS
-        content = meaning(request.prompt) if rng.random() < 0.8 else bytes(32)
-        order = DecodeOrder(id_, source, source.ref, request.first, request.blocks, lanes, deadline, content)
+        content_digest = meaning(request.prompt) if rng.random() < 0.8 else bytes(32)
+        order = DecodeOrder(id_, source, source.ref, request.first, request.blocks, lanes, deadline, content_digest)
         if rng.random() < world.weights[Kind.SLOW_READ]:
             world.slow_down(id_, rng.choice((20, 100, 400, 1000)))
         if is_late:
@@ -164,7 +165,8 @@ class FakeRouter:
         return self._rng.choices(choices, (4, 4, 2, 1, 1, 1))[0]
 
     def _send_leg(self, name: str, leg: PrefillOrder) -> None:
-        """To whoever lives there now: it may be another life than the one that the destination is told of."""
+        """To the process that runs there now: it may be another incarnation than the one that the destination is told
+        of."""
         process = self._world.slots[name].process
         if process is not None and process.is_alive and process.owner is not None:
             process.run(process.owner.start, leg)

@@ -42,7 +42,7 @@ class Kind(enum.StrEnum):
     PAUSE_DESTINATION = "pause destination"
     COORDINATOR_CUT = "coordinator cut"
     COORDINATOR_RESTART = "coordinator restart"
-    REGRANT = "same id granted by next life"
+    REGRANT = "same id granted by next incarnation"
     PREEMPTION = "preemption after ready"
     OWNER_RELEASE = "owner releases"
     LATE_READER = "late reader"

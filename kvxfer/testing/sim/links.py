@@ -3,7 +3,7 @@ robbed of their promises; must never know what a frame means beyond what its sen
 
 What TCP does, this does: bytes arrive in order, late during a partition, not at all after a cut, and either side may
 learn of a cut much later than the other. What TCP never does (a frame lost, doubled or overtaken while the connection
-lives) it does too, because the machines must be safe on a wire that is worse than promised.
+incarnations) it does too, because the machines must be safe on a wire that is worse than promised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvxfer.testing.sim.virtual_clock import MS, US, VirtualClock
 
 
 class FrameFate(enum.Enum):
-    """What becomes of one unit."""
+    """The fate of one unit."""
 
     ARRIVES = "arrives"
     DROPPED = "dropped"
@@ -30,14 +30,14 @@ class FrameFate(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Where and when the bytes of one payload block were read, and what they were; ``lent``: in which memory they are
-    read when they land."""
+    """Where and when the bytes of one payload block were read, and what they were; ``memory``: sent zero-copy, and read
+    in this memory when they land."""
 
     at: int
-    life: int
+    incarnation: int
     cell: Any
     data: bytes
-    lent: Any = None
+    memory: Any = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,13 +105,13 @@ class Half:
             again = Unit(unit.name, unit.transfer, FrameFate.OVERTAKEN, list(unit.chunks), True)
             self._clock.call_after(latency + self._rng.randrange(0, 300 * MS), self._arrive_alone, again)
 
-    def end(self, act: Callable[[], None]) -> None:
-        """Let ``act`` happen after all that was sent in order."""
-        self._at_end = act
+    def end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` after all chunks that were sent in order have arrived."""
+        self._at_end = callback
         self._line_up(self._rng.randrange(50 * US, 2 * MS), _END, b"", None, True)
 
     def cut(self) -> None:
-        """What is under way is lost, and so is everything that follows."""
+        """Chunks in transit are lost, and so are all that follow."""
         self.is_cut = True
         self._line.clear()
 
@@ -153,17 +153,17 @@ class Reassembly:
 
     def __init__(self) -> None:
         self._open: Unit | None = None
-        self._aside: list[tuple[Unit, bytes, Sample | None, bool]] = []
+        self._overtaken: list[tuple[Unit, bytes, Sample | None, bool]] = []
 
     def take(self, unit: Unit, data: bytes, sample: Sample | None, is_last: bool) -> list[tuple[bytes, Sample | None]]:
         """The chunks that may be read now."""
         if self._open is not None and unit is not self._open:
-            self._aside.append((unit, data, sample, is_last))
+            self._overtaken.append((unit, data, sample, is_last))
             return []
         self._open = None if is_last else unit
         out = [(data, sample)]
-        if self._open is None and self._aside:
-            waiting, self._aside = self._aside, []
+        if self._open is None and self._overtaken:
+            waiting, self._overtaken = self._overtaken, []
             for later in waiting:
                 out += self.take(*later)
         return out

@@ -27,9 +27,9 @@ class OneSidedRead:
         self._is_adapter = effect.lane in (lane.MEMORY, lane.UCX) and process.rng.random() < 0.5
         self._slow = process.world.slowness(effect.id)
         self._from, self._to = cells(effect.source), cells(effect.to)
-        self._sums: list[int] = []
+        self._checksums: list[int] = []
         self._corrupted = -1
-        if effect.sums and process.world.chaos.corrupts():
+        if effect.checksums and process.world.chaos.corrupts():
             self._corrupted = process.rng.randrange(len(self._to))
         self._lost = -1
         if not self._is_mapped and process.world.chaos.loses_memory():
@@ -54,12 +54,12 @@ class OneSidedRead:
         process.world.read_began(effect.id)
         self._then(self._sample, 0)
 
-    def _then(self, act: Any, *args: Any) -> None:
+    def _then(self, callback: Any, *args: Any) -> None:
         delay = self.process.rng.randrange(10 * US, 400 * US) * self._slow
         if self._is_adapter:
-            self.process.clock.call_after(delay, act, *args)
+            self.process.clock.call_after(delay, callback, *args)
         else:
-            self.process.later(delay, act, *args)
+            self.process.later(delay, callback, *args)
 
     def _sample(self, index: int) -> None:
         process, effect = self.process, self.effect
@@ -73,7 +73,7 @@ class OneSidedRead:
             process.world.memory_lost(effect.id)
             return process.run(self._stop, process.machines.Code.memory_gone, "unmapped")
         cell = self._from[index]
-        sample = Sample(process.clock.now, self._memory.life, cell, self._memory.read(cell))
+        sample = Sample(process.clock.now, self._memory.incarnation, cell, self._memory.read(cell))
         self._then(self._land, index, sample)
 
     def _land(self, index: int, sample: Sample) -> None:
@@ -84,15 +84,15 @@ class OneSidedRead:
         if index == self._corrupted:
             data = flipped(data)
             process.world.corruption_landed(self.effect.id)
-        process.landed(self.effect.id, self._to[index], data, sample, is_checked=bool(self.effect.sums))
-        self._sums.append(checksum(data))
+        process.landed(self.effect.id, self._to[index], data, sample, is_checked=bool(self.effect.checksums))
+        self._checksums.append(checksum(data))
         if index + 1 < len(self._to):
             return self._then(self._sample, index + 1)
         process.run(self._landed)
 
     def _landed(self) -> None:
         process, effect = self.process, self.effect
-        if effect.sums and effect.sums != self._sums:
+        if effect.checksums and effect.checksums != self._checksums:
             return self._stop(process.machines.Code.checksum, "checksum")
         process.perform(process.endpoint.read_landed(effect.id, effect.token, process.clock.now))
 

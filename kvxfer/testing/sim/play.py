@@ -1,4 +1,4 @@
-"""Plays one seed or many of the world of agents, on as many processes as asked, and sums what they reported; must never
+"""Plays one seed or many of the world of agents, on as many processes as asked, and adds up their reports; must never
 judge anything itself.
 """
 

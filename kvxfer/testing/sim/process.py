@@ -1,4 +1,4 @@
-"""One life of one agent: the shell around a native Endpoint, which performs its effects on the fake network and
+"""One incarnation of one agent: the shell around a native Endpoint, which performs its effects on the fake network and
 memory; must never decide anything that the machines decide.
 
 A process can be killed (nothing of it runs any more; its memory may still be read), and stopped (nothing of it runs
@@ -24,19 +24,19 @@ DIGEST = b"\x11" * 32
 
 
 class Process:
-    """``owner`` is set by the world before the first effect: it is told ``grant_ended``, ``final``, ``drained``, and
-    ``granted`` of pulls without blocks."""
+    """``owner`` is set by the world before the first effect: it gets ``grant_ended``, ``final``, ``drained``, and
+    ``granted`` for pulls without blocks."""
 
-    def __init__(self, world: WorldView, slot: Slot, life: int) -> None:
-        self.world, self.slot, self.life = world, slot, life
+    def __init__(self, world: WorldView, slot: Slot, incarnation: int) -> None:
+        self.world, self.slot, self.incarnation = world, slot, incarnation
         self.name = slot.name
         self.clock, self.rng, self.machines = world.clock, world.rng, world.machines
-        self.memory = TaggedMemory(slot.blocks, life, REGION_CELLS)
+        self.memory = TaggedMemory(slot.blocks, incarnation, REGION_CELLS)
         self.registered = RegionOwner(self)
-        self.has_checks = self.rng.random() < 0.3
+        self.has_checksums = self.rng.random() < 0.3
         lane = self.machines.Lane
         self.unreadable = {one for one in (lane.CMA, lane.UCX) if self.rng.random() < 0.15}
-        """Lanes whose maps this life cannot make."""
+        """Lanes whose maps this incarnation cannot make."""
         self.ref: Any = None
         self.endpoint: Any = None
         self.owner: Any = None
@@ -49,21 +49,21 @@ class Process:
         self._afterwards: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
 
     def __repr__(self) -> str:
-        return f"{self.name}.{self.life}"
+        return f"{self.name}.{self.incarnation}"
 
     # --- running ---
 
-    def run(self, act: Callable[..., None], *args: Any) -> None:
+    def run(self, callback: Callable[..., None], *args: Any) -> None:
         """Do it inside this process: now, when it is resumed, or never."""
         if not self.is_alive:
             return
         if self.is_paused:
-            self._deferred.append((act, args))
+            self._deferred.append((callback, args))
         else:
-            act(*args)
+            callback(*args)
 
-    def later(self, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
-        self.clock.call_after(delay_ns, self.run, act, *args)
+    def later(self, delay_ns: int, callback: Callable[..., None], *args: Any) -> None:
+        self.clock.call_after(delay_ns, self.run, callback, *args)
 
     def resume(self) -> None:
         if not self.is_alive or not self.is_paused:
@@ -76,17 +76,17 @@ class Process:
             self._tick()
         elif chance < 0.7:  # a loop that reads its sockets before it looks at its timers
             waiting.sort(key=lambda deferred: deferred[0] == self._timer)
-        for act, args in waiting:
-            self.run(act, *args)
+        for callback, args in waiting:
+            self.run(callback, *args)
 
     def boot(self, ref: Any) -> None:
-        """The coordinator gave this life its number: from now on it has machines."""
+        """The coordinator gave this incarnation its number: from now on it has machines."""
         self.ref = ref
         self.endpoint = self.machines.Endpoint(ref, self.world.limits)
         shareable, exposed = (self.rng.random() < 0.8 for _ in range(2))
         blocks = self.slot.blocks
         self.endpoint.add_pool(
-            self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checks)
+            self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checksums)
         )
         self.registered.begin()
 
@@ -100,16 +100,16 @@ class Process:
         self._depth -= 1
         if self._depth == 0:
             while self._afterwards and self._depth == 0:
-                act, args = self._afterwards.popleft()
-                act(*args)
+                callback, args = self._afterwards.popleft()
+                callback(*args)
             self._arm()
 
-    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
+    def afterwards(self, callback: Callable[..., None], *args: Any) -> None:
         """Do it when the effects that are being performed are done."""
         if self._depth:
-            self._afterwards.append((act, args))
+            self._afterwards.append((callback, args))
         else:
-            act(*args)
+            callback(*args)
 
     def _arm(self) -> None:
         due = self.endpoint.next_deadline()
@@ -151,9 +151,11 @@ class Process:
         frame = effect.frame
         if type(frame).__name__ == "Verdict" and frame.code == self.machines.Code.ok:
             reference = (
-                self.world.reference if self.world.reference.knows_source(self.life, frame.id) else self.world.checkers
+                self.world.reference
+                if self.world.reference.knows_source(self.incarnation, frame.id)
+                else self.world.checkers
             )
-            reference.confirmed(self.life, frame.id, frame.nonce, self.clock.now)
+            reference.confirmed(self.incarnation, frame.id, frame.nonce, self.clock.now)
         end = self.ends.get(effect.session)
         if end is not None:
             end.send(frame)
@@ -181,33 +183,35 @@ class Process:
     # --- bytes ---
 
     def landed(self, id_: bytes, cell: Cell, data: bytes, sample: Sample, *, is_checked: bool) -> None:
-        """Bytes of transfer ``id_`` reach ``cell``, whoever's it is by now."""
+        """Bytes of transfer ``id_`` reach ``cell``, whichever transfer has it by now."""
         self.memory.write(cell, data)
         if cell.region == POOL:
             self.world.checkers.landed(
-                self.life,
+                self.incarnation,
                 id_,
                 cell.slot,
                 data,
                 sampled_at=sample.at,
-                sampled_from=sample.life,
+                sampled_from=sample.incarnation,
                 is_checked=is_checked,
             )
         else:
-            self.world.reference.landed(self.life, id_, cell, data, sample)
+            self.world.reference.landed(self.incarnation, id_, cell, data, sample)
 
     def verdict_arrived(self, frame: Any, sender: ProcessView) -> None:
-        """An ok came; whether it is worth anything is the machines' business, and the judge's."""
+        """A verdict ok came; the machines and the checkers judge whether it counts."""
         reference = (
-            self.world.reference if self.world.reference.knows_target(self.life, frame.id) else self.world.checkers
+            self.world.reference
+            if self.world.reference.knows_target(self.incarnation, frame.id)
+            else self.world.checkers
         )
-        reference.verdict_arrived(self.life, frame.id, sender.life, frame.nonce)
+        reference.verdict_arrived(self.incarnation, frame.id, sender.incarnation, frame.nonce)
 
     # --- effects towards the owner ---
 
     def _grant_ended(self, effect: Any) -> None:
         self.world.log(f"{self!r} grant {effect.id.hex()[:6]} {effect.state.name}")
-        self.world.checkers.grant_ended(self.life, effect.id, effect.state.name, self.clock.now)
+        self.world.checkers.grant_ended(self.incarnation, effect.id, effect.state.name, self.clock.now)
         self.owner.grant_ended(effect.id, effect.state.name)
 
     def _granted(self, effect: Any) -> None:
@@ -218,20 +222,20 @@ class Process:
         self.world.log(
             f"{self!r} transfer {effect.id.hex()[:6]} {effect.state.name} {effect.code.name} after {effect.attempts}"
         )
-        if self.world.reference.knows_post(self.life, effect.id):
-            self.world.reference.final(self.life, effect.id, effect.state.name, self.clock.now)
+        if self.world.reference.knows_post(self.incarnation, effect.id):
+            self.world.reference.final(self.incarnation, effect.id, effect.state.name, self.clock.now)
             self.world.poster.final(self, effect)
             return
-        self.world.checkers.final(self.life, effect.id, effect.state.name, self.clock.now)
+        self.world.checkers.final(self.incarnation, effect.id, effect.state.name, self.clock.now)
         self.owner.final(effect)
 
     def _drained(self, effect: Any) -> None:
         self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} drained")
-        if self.world.reference.knows_post(self.life, effect.id):
-            self.world.reference.drained(self.life, effect.id)
+        if self.world.reference.knows_post(self.incarnation, effect.id):
+            self.world.reference.drained(self.incarnation, effect.id)
             self.world.poster.drained(self, effect.id)
             return
-        self.world.checkers.drained(self.life, effect.id)
+        self.world.checkers.drained(self.incarnation, effect.id)
         self.owner.drained(effect.id)
 
     def _stop_read(self, effect: Any) -> None:
@@ -240,26 +244,26 @@ class Process:
     def _offer_ended(self, effect: Any) -> None:
         state = effect.state.name
         self.world.log(f"{self!r} offered {effect.id.hex()[:6]} {state} {effect.code.name}")
-        self.world.reference.offer_ended(self.life, effect.id, state, self.clock.now)
+        self.world.reference.offer_ended(self.incarnation, effect.id, state, self.clock.now)
         self.world.poster.offer_ended(self, effect)
 
     def _progress(self, effect: Any) -> None:
         self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} {effect.done}/{effect.total}")
 
     def _notif_received(self, effect: Any) -> None:
-        sender = self.world.life_of(effect.sender)
+        sender = self.world.incarnation_of(effect.sender)
         if effect.seq == 0:
-            self.world.reference.notified(sender, self.life, effect.payload)
+            self.world.reference.notified(sender, self.incarnation, effect.payload)
             return
-        self.world.checkers.notification_received(sender, self.life, effect.seq, effect.payload)
+        self.world.checkers.notification_received(sender, self.incarnation, effect.seq, effect.payload)
 
     def _notif_delivered(self, effect: Any) -> None:
-        receiver = self.world.life_of(effect.receiver)
-        self.world.checkers.notification_settled(self.life, receiver, effect.seq, is_delivered=True)
+        receiver = self.world.incarnation_of(effect.receiver)
+        self.world.checkers.notification_settled(self.incarnation, receiver, effect.seq, is_delivered=True)
 
     def _notif_failed(self, effect: Any) -> None:
-        receiver = self.world.life_of(effect.receiver)
-        self.world.checkers.notification_settled(self.life, receiver, effect.seq, is_delivered=False)
+        receiver = self.world.incarnation_of(effect.receiver)
+        self.world.checkers.notification_settled(self.incarnation, receiver, effect.seq, is_delivered=False)
 
     def _session_up(self, effect: Any) -> None:
         self.world.log(f"{self!r} session {effect.session} up to {effect.peer!r} {effect.kind.name}")
@@ -270,7 +274,7 @@ class Process:
             seq, effects = self.endpoint.notify(to.ref, payload, self.clock.now)
         except KvxferError:
             return
-        self.world.checkers.notified(self.life, to.life, seq, payload)
+        self.world.checkers.notified(self.incarnation, to.incarnation, seq, payload)
         self.perform(effects)
 
     _PERFORM: ClassVar[dict[str, Callable[[Process, Any], None]]] = {

@@ -1,6 +1,6 @@
-"""The owner of a life's two registered regions: one that peers read (``OUT``), one that they may fill (``IN``). It
-overwrites what it offers when it likes, and removes a region and registers the same bytes under another id; must never
-tell a peer.
+"""The owner of an incarnation's two registered regions: one that peers read (``OUT``), one that they may fill (``IN``).
+It overwrites what it offers when it likes, and removes a region and registers the same bytes under another id; must
+never tell a peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RegionOwner:
         """The region id of each area; ``None`` while it is not registered."""
         self._is_leaving = [False, False]
         self.free: set[int] = set()
-        """Cells of the IN region that nobody was told to fill, as far as the world knows."""
+        """Cells of the IN region that no write is to fill, as far as the world knows."""
 
     def begin(self) -> None:
         for area in (OUT, IN):
@@ -38,7 +38,7 @@ class RegionOwner:
         )
         process.endpoint.add_region(info)
         process.memory.expose(region, area)
-        self._world.reference.registered(process.life, region, process.clock.now)
+        self._world.reference.registered(process.incarnation, region, process.clock.now)
         self.ids[area] = region
         if area == IN:
             self.free = set(range(REGION_CELLS))
@@ -63,8 +63,8 @@ class RegionOwner:
         assert region is not None
         is_gone, effects = process.endpoint.remove_region(region, process.clock.now)
         if is_gone:
-            # From this very moment on the bytes are somebody else's.
-            self._world.reference.removed(process.life, region, process.clock.now)
+            # From this very moment on the bytes belong to another user.
+            self._world.reference.removed(process.incarnation, region, process.clock.now)
             self.ids[area] = None
             self._is_leaving[area] = False
             painted = [process.memory.renew(Cell(region, index)) for index in range(REGION_CELLS)]
@@ -75,9 +75,9 @@ class RegionOwner:
         process.perform(effects)
 
     def _return(self, area: int, region: int, painted: list[bytes]) -> None:
-        """Nobody wrote to it meanwhile; then it is registered again."""
+        """No write reached it meanwhile; then it is registered again."""
         process = self._process
         for index, expected in enumerate(painted):
             found = process.memory.read(Cell(region, index))
-            self._world.checkers.reused(process.life, index, expected, found)
+            self._world.checkers.reused(process.incarnation, index, expected, found)
         self._register(area)

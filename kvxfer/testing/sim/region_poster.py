@@ -1,5 +1,5 @@
 """Posts reads and writes of registered memory between any two agents, by descriptors that may be stale, with and
-without checksums and notifications; must never fill a cell that somebody else was told to fill.
+without checksums and notifications; must never fill a cell that another write is to fill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CELLS_MAX = 6
 
 @dataclasses.dataclass(frozen=True)
 class _PostPlan:
-    """What one life means to post, with the ids that it knows of the other's regions."""
+    """What one incarnation means to post, with the ids that it knows of the other's regions."""
 
     id: bytes
     is_push: bool
@@ -32,7 +32,7 @@ class _PostPlan:
     count: int
     lanes: tuple[Any, ...]
     deadline_ns: int
-    has_sums: bool
+    has_checksums: bool
     has_notification: bool
 
 
@@ -52,15 +52,15 @@ class RegionPoster:
 
     def final(self, process: ProcessView, effect: Any) -> None:
         world, state, code = self._world, effect.state.name, effect.code.name
-        post = self._posts[process.life, effect.id]
+        post = self._posts[process.incarnation, effect.id]
         world.report.posts["push" if post.is_push else "fetch", state, code] += 1
         if state == "COMMITTED":
             world.report.post_lanes[effect.lane.name.lower()] += 1
             if not post.is_push and post.notification is not None:  # the endpoint posts it itself, as its next message
-                world.checkers.notified_next(process.life, post.source, post.notification)
+                world.checkers.notified_next(process.incarnation, post.source, post.notification)
 
     def drained(self, process: ProcessView, id_: bytes) -> None:
-        post = self._posts[process.life, id_]
+        post = self._posts[process.incarnation, id_]
         if not post.is_push:
             self._world.pull_over(id_)
             process.later(self._rng.randrange(0, 100 * MS), self._give_back, process, post)
@@ -68,7 +68,7 @@ class RegionPoster:
     def offer_ended(self, process: ProcessView, effect: Any) -> None:
         """The target of a push may give its cells to another one."""
         for post in self._posts.values():
-            if post.is_push and (post.target, post.id) == (process.life, effect.id):
+            if post.is_push and (post.target, post.id) == (process.incarnation, effect.id):
                 process.later(self._rng.randrange(0, 100 * MS), self._give_back, process, post)
                 return
 
@@ -135,41 +135,41 @@ class RegionPoster:
         post = PostRecord(
             plan.id,
             plan.is_push,
-            process.life,
-            process.life if plan.is_push else plan.peer.life,
-            target.life,
+            process.incarnation,
+            process.incarnation if plan.is_push else plan.peer.incarnation,
+            target.incarnation,
             [Cell(source_area, index) for index in from_],
             [Cell(target_area, index) for index in to],
             target.memory,
             notification,
             now,
         )
-        act = process.endpoint.push if plan.is_push else process.endpoint.fetch
+        post = process.endpoint.push if plan.is_push else process.endpoint.fetch
         try:
-            effects = act(
+            effects = post(
                 plan.id, plan.peer_ref, *self._list(local_region, local), *self._list(remote_region, remote),
-                list(plan.lanes), now + plan.deadline_ns, rng.getrandbits(64), now, notification, plan.has_sums,
+                list(plan.lanes), now + plan.deadline_ns, rng.getrandbits(64), now, notification, plan.has_checksums,
             )  # fmt: skip
         except KvxferError as error:
             world.log(f"{process!r} cannot post {plan.id.hex()[:6]}: {error.code}")
             return
         verb = "pushes" if plan.is_push else "fetches"
-        world.log(f"{process!r} {verb} {plan.id.hex()[:6]}, {plan.count} pieces, {plan.peer!r}")
+        world.log(f"{process!r} {verb} {plan.id.hex()[:6]}, {plan.count} elements, {plan.peer!r}")
         target.registered.free -= set(to)
         world.reference.posted(post)
-        self._posts[process.life, plan.id] = post
+        self._posts[process.incarnation, plan.id] = post
         world.report.posted += 1
         if plan.is_push:
             if rng.random() < world.weights[Kind.CANCEL] / 4:
                 process.later(rng.randrange(0, 300 * MS), self._cancel, process, plan.id)
         else:
             world.fetched(process, plan.id, plan.peer)
-            self._regions[plan.id] = (plan.peer.life, plan.remote)
+            self._regions[plan.id] = (plan.peer.incarnation, plan.remote)
             self._clock.call_after(plan.deadline_ns - 1, self._deadline, plan.id)
         process.perform(effects)
 
     def _list(self, region: int, indices: list[int]) -> tuple[Any, list[int]]:
-        """The same pieces in one of the two ways to say them: a table of ranges, or picks out of one grid."""
+        """The same elements in one of the two ways to say them: a table of ranges, or indices out of one row."""
         machines, size = self._world.machines, BLOCK_BYTES
         if self._rng.random() < 0.5:
             rows = [(region, index * size, 0, size, 1) for index in indices]
@@ -185,6 +185,6 @@ class RegionPoster:
         if track is not None and self._world.phase(track) is not TransferPhase.FINAL:
             self._world.strike(Kind.DEADLINE, [track])
 
-    def fetching_from(self, life: int, region: int) -> list[bytes]:
+    def fetching_from(self, incarnation: int, region: int) -> list[bytes]:
         """The fetches that were ever posted of that region."""
-        return [id_ for id_, place in self._regions.items() if place == (life, region)]
+        return [id_ for id_, place in self._regions.items() if place == (incarnation, region)]

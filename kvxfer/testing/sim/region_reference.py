@@ -19,7 +19,8 @@ Key = tuple[int, bytes]
 
 @dataclasses.dataclass
 class PostRecord:
-    """``poster``, ``source``, ``target`` are lives; ``wanted[i]`` of the source goes to ``cells[i]`` of the target."""
+    """``poster``, ``source``, ``target`` are incarnations; ``wanted[i]`` of the source goes to ``cells[i]`` of the
+    target."""
 
     id: bytes
     is_push: bool
@@ -59,28 +60,28 @@ class RegionReference:
 
     # --- regions ---
 
-    def registered(self, life: int, region: int, now: int) -> None:
-        if (life, region) in self._regions:
-            raise AssertionError(f"life {life} registers region {region} twice")
-        self._regions[life, region] = [now, NEVER]
+    def registered(self, incarnation: int, region: int, now: int) -> None:
+        if (incarnation, region) in self._regions:
+            raise AssertionError(f"incarnation {incarnation} registers region {region} twice")
+        self._regions[incarnation, region] = [now, NEVER]
 
-    def removed(self, life: int, region: int, now: int) -> None:
-        self._regions[life, region][1] = now
+    def removed(self, incarnation: int, region: int, now: int) -> None:
+        self._regions[incarnation, region][1] = now
 
-    def is_offered(self, life: int, region: int, at: int) -> bool:
-        begin, end = self._regions.get((life, region), (NEVER, 0))
+    def is_offered(self, incarnation: int, region: int, at: int) -> bool:
+        begin, end = self._regions.get((incarnation, region), (NEVER, 0))
         return begin <= at < end
 
-    # --- who knows what ---
+    # --- known transfers ---
 
-    def knows_post(self, life: int, id_: bytes) -> bool:
-        return (life, id_) in self._posts
+    def knows_post(self, incarnation: int, id_: bytes) -> bool:
+        return (incarnation, id_) in self._posts
 
-    def knows_source(self, life: int, id_: bytes) -> bool:
-        return (life, id_) in self._from
+    def knows_source(self, incarnation: int, id_: bytes) -> bool:
+        return (incarnation, id_) in self._from
 
-    def knows_target(self, life: int, id_: bytes) -> bool:
-        return (life, id_) in self._to
+    def knows_target(self, incarnation: int, id_: bytes) -> bool:
+        return (incarnation, id_) in self._to
 
     # --- posts ---
 
@@ -88,13 +89,13 @@ class RegionReference:
         self._posts[post.poster, post.id] = post
         self._from[post.source, post.id] = self._to[post.target, post.id] = _Way(post)
 
-    def landed(self, life: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
-        """Bytes reached a cell of registered memory: there must be a live hold of this very transfer on it."""
-        way = self._to.get((life, id_))
-        what = f"{describe(sample.data)} landed in {cell} of life {life} for {id_.hex()}"
+    def landed(self, incarnation: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
+        """Bytes reached a cell of registered memory: this very transfer must have a live claim on it."""
+        way = self._to.get((incarnation, id_))
+        what = f"{describe(sample.data)} landed in {cell} of incarnation {incarnation} for {id_.hex()}"
         if way is None or cell not in way.post.cells:
             raise Violation(Invariant.RESERVATION, f"{what}, which was never asked to fill it")
-        if self._regions[life, cell.region][1] != NEVER:
+        if self._regions[incarnation, cell.region][1] != NEVER:
             raise Violation(Invariant.RESERVATION, f"{what}, and that region was removed")
         # A push that is drained is not read from any more; what was read of it may still land, until its offer ends.
         ended = way.ended or (way.post.final if way.post.is_drained and not way.post.is_push else "")
@@ -102,53 +103,57 @@ class RegionReference:
             raise Violation(Invariant.RESERVATION, f"{what}, which had ended as {ended}")
         way.landed[way.post.cells.index(cell)] = (data, sample)
 
-    def confirmed(self, life: int, id_: bytes, nonce: int, now: int) -> None:
+    def confirmed(self, incarnation: int, id_: bytes, nonce: int, now: int) -> None:
         """The source said ok: the region is offered now, or it is a repeat of what was true when it was first said."""
-        way = self._from[life, id_]
+        way = self._from[incarnation, id_]
         if nonce in way.ok_at:
             return
         for region in {cell.region for cell in way.post.wanted}:
-            if not self.is_offered(life, region, now):
+            if not self.is_offered(incarnation, region, now):
                 raise Violation(
-                    Invariant.CONFIRMED, f"life {life} confirmed {id_.hex()} at {now / S:.6f} s without region {region}"
+                    Invariant.CONFIRMED,
+                    f"incarnation {incarnation} confirmed {id_.hex()} at {now / S:.6f} s without region {region}",
                 )
         if way.post.is_push and way.post.final:
-            raise Violation(Invariant.CONFIRMED, f"life {life} confirmed its push {id_.hex()}, {way.post.final} before")
+            raise Violation(
+                Invariant.CONFIRMED,
+                f"incarnation {incarnation} confirmed its push {id_.hex()}, {way.post.final} before",
+            )
         way.ok_at[nonce] = now
 
-    def verdict_arrived(self, life: int, id_: bytes, source: int, nonce: int) -> None:
-        way = self._to[life, id_]
+    def verdict_arrived(self, incarnation: int, id_: bytes, source: int, nonce: int) -> None:
+        way = self._to[incarnation, id_]
         if way.post.source == source:
             way.heard_ok.append(nonce)
 
-    def final(self, life: int, id_: bytes, state: str, now: int) -> None:
-        """What the poster was told."""
-        post = self._posts[life, id_]
+    def final(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
+        """An event of the poster."""
+        post = self._posts[incarnation, id_]
         if post.final:
             raise Violation(Invariant.ONCE, f"post {id_.hex()} became {post.final}, then {state}")
         post.final, post.final_at = state, now
         if state != "COMMITTED":
             return
         if not post.is_push:
-            self._check_commit(self._to[life, id_])
+            self._check_commit(self._to[incarnation, id_])
         elif not post.is_committed:
             raise Violation(Invariant.CONFIRMED, f"push {id_.hex()} is told as done; it is not committed at its target")
         elif post.notification is not None and not post.is_notified:
             raise Violation(Invariant.NOTIFICATION, f"push {id_.hex()} is told as done before its target was notified")
 
-    def drained(self, life: int, id_: bytes) -> None:
-        post = self._posts[life, id_]
+    def drained(self, incarnation: int, id_: bytes) -> None:
+        post = self._posts[incarnation, id_]
         if not post.final:
             raise Violation(Invariant.ONCE, f"post {id_.hex()} drained before it was final")
         if post.is_drained:
             raise Violation(Invariant.ONCE, f"post {id_.hex()} drained twice")
         post.is_drained = True
 
-    def offer_ended(self, life: int, id_: bytes, state: str, now: int) -> None:
-        """What the target of a push was told."""
-        way = self._to.get((life, id_))
+    def offer_ended(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
+        """An event of the target of a push."""
+        way = self._to.get((incarnation, id_))
         if way is None or not way.post.is_push:
-            raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended that nobody pushed to")
+            raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended without a push")
         if way.ended:
             raise Violation(Invariant.ONCE, f"offer {id_.hex()} ended as {way.ended}, then as {state}")
         way.ended = state
@@ -161,14 +166,15 @@ class RegionReference:
         post = self._posts.get((sender, payload[:16]))
         if post is None or post.target != receiver or post.notification != payload:
             raise Violation(
-                Invariant.NOTIFICATION, f"life {receiver} was told {payload.hex()} by {sender}, who did not"
+                Invariant.NOTIFICATION, f"incarnation {receiver} got {payload.hex()} of {sender}, which did not send it"
             )
         if post.is_notified:
-            raise Violation(Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} twice")
+            raise Violation(Invariant.NOTIFICATION, f"incarnation {receiver} was told of push {post.id.hex()} twice")
         flaw = self._flaw(self._to[receiver, post.id])
         if flaw is not None:
             raise Violation(
-                Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} before its commit: {flaw}"
+                Invariant.NOTIFICATION,
+                f"incarnation {receiver} was told of push {post.id.hex()} before its commit: {flaw}",
             )
         post.is_notified = True
 
@@ -178,20 +184,23 @@ class RegionReference:
             raise Violation(Invariant.CONFIRMED, f"post {way.post.id.hex()} committed, but {flaw}")
 
     def _flaw(self, way: _Way) -> str | None:
-        """Why what landed so far is no commit."""
+        """Why the landed bytes are no commit."""
         post, last = way.post, 0
         for index, (wanted, cell) in enumerate(zip(post.wanted, post.cells, strict=True)):
             if index not in way.landed:
-                return f"nothing landed for piece {index}"
+                return f"nothing landed for element {index}"
             data, sample = way.landed[index]
-            if (sample.life, sample.cell) != (post.source, wanted):
-                return f"piece {index} was read from {sample.cell} of life {sample.life}, not {wanted} of {post.source}"
+            if (sample.incarnation, sample.cell) != (post.source, wanted):
+                return (
+                    f"element {index} was read from {sample.cell} of incarnation {sample.incarnation}, "
+                    f"not {wanted} of {post.source}"
+                )
             if not self.is_offered(post.source, wanted.region, sample.at):
-                return f"piece {index} was read at {sample.at / S:.6f} s, when region {wanted.region} was not offered"
+                return f"element {index} was read at {sample.at / S:.6f} s, when region {wanted.region} was not offered"
             if data != sample.data:
-                return f"piece {index} is not what was read"
+                return f"element {index} is not what was read"
             if post.memory.read(cell) != data:
-                return f"piece {index} is not in memory any more"
+                return f"element {index} is not in memory any more"
             last = max(last, sample.at)
         moments = [way.ok_at[nonce] for nonce in way.heard_ok]
         if not any(moment >= last for moment in moments):
@@ -201,16 +210,16 @@ class RegionReference:
     # --- the end ---
 
     def check_rest(self, living: set[int], now: int) -> None:
-        for (life, id_), post in self._posts.items():
-            if life in living and not post.is_drained:
+        for (incarnation, id_), post in self._posts.items():
+            if incarnation in living and not post.is_drained:
                 raise Violation(
                     Invariant.FINAL,
-                    f"post {id_.hex()} of life {life}, posted at {post.posted_at / S:.3f} s, is "
+                    f"post {id_.hex()} of incarnation {incarnation}, posted at {post.posted_at / S:.3f} s, is "
                     f"{'not drained' if post.final else 'not final'} at {now / S:.3f} s",
                 )
 
     def is_at_rest(self, living: set[int]) -> bool:
-        return all(post.is_drained for (life, _), post in self._posts.items() if life in living)
+        return all(post.is_drained for (incarnation, _), post in self._posts.items() if incarnation in living)
 
     def last_final_ns(self) -> int:
         return max((post.final_at for post in self._posts.values() if post.final), default=0)

@@ -1,4 +1,4 @@
-"""What a run, or many, amounted to: how often each fault struck in each phase, how transfers ended, and which cells
+"""The result of one run or many: how often each fault struck in each phase, how transfers ended, and which cells
 stayed empty; must never know how the run was made.
 """
 

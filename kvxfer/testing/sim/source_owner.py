@@ -15,7 +15,7 @@ _QUEUE_MAX = 6
 
 
 def meaning(prompt: int) -> bytes:
-    """What the two sides must agree on: 32 bytes that name a prompt."""
+    """The content digest of a prompt: 32 bytes that both sides must agree on."""
     return prompt.to_bytes(32, "big")
 
 
@@ -58,18 +58,19 @@ class SourceOwner:
 
     def stop_queue(self) -> None:
         for leg in self._queue:
-            self._decline(leg)
+            self._abort(leg)
         self._queue.clear()
 
     def start(self, leg: PrefillOrder) -> None:
-        """Begin, or wait for blocks. An id that this life granted before is refused by its table; so it is here."""
+        """Begin, or wait for blocks. An id that this incarnation granted before is refused by its table; so it is
+        here."""
         if self._share(leg):
             return
         if leg.blocks > len(self._free):
             if len(self._queue) < _QUEUE_MAX:
                 self._queue.append(leg)
             else:
-                self._decline(leg)
+                self._abort(leg)
             return
         prefill = _HeldPrefill(leg, [self._free.pop() for _ in range(leg.blocks)])
         if self._grant(prefill, leg.id, leg.reader, leg.ttl_ns):
@@ -101,19 +102,19 @@ class SourceOwner:
         if prefill.alive:
             return
         for granted in prefill.granted:
-            self._world.checkers.freed(self._process.life, granted)
+            self._world.checkers.freed(self._process.incarnation, granted)
         for block in prefill.blocks:
             self._process.memory.scrub(block)
         self._free += prefill.blocks
         self._process.afterwards(self._next)
 
-    def _decline(self, leg: PrefillOrder) -> None:
-        """It will never be granted: whoever waits for it is told."""
+    def _abort(self, leg: PrefillOrder) -> None:
+        """It will never be granted: readers that wait for it are told."""
         try:
-            effects = self._process.endpoint.decline(leg.id)
+            effects = self._process.endpoint.abort_grant(leg.id)
         except KvxferError:  # its reader gave it up first, or it was granted before
             return
-        self._world.log(f"{self._process!r} declines {leg.id.hex()[:6]}")
+        self._world.log(f"{self._process!r} aborts {leg.id.hex()[:6]}")
         self._process.perform(effects)
 
     def _share(self, leg: PrefillOrder) -> bool:
@@ -121,11 +122,11 @@ class SourceOwner:
         prefill = self._by_id.get(leg.shares)
         return prefill is not None and bool(prefill.alive) and self._grant(prefill, leg.id, leg.reader, leg.ttl_ns)
 
-    def _sums(self, id_: bytes, prefill: _HeldPrefill) -> list[int]:
+    def _checksums(self, id_: bytes, prefill: _HeldPrefill) -> list[int]:
         """Of the blocks that become ready now; where the pool goes without, none."""
         told = self._told.get(id_, 0)
         self._told[id_] = len(prefill.computed)
-        if not self._process.has_checks:
+        if not self._process.has_checksums:
             return []
         return [checksum(block) for block in prefill.computed[told:]]
 
@@ -145,10 +146,10 @@ class SourceOwner:
             return False
         self._world.log(f"{process!r} grants {id_.hex()[:6]} {len(prefill.blocks)} blocks, {ready} ready")
         self._world.checkers.granted(
-            process.life, id_, prefill.blocks, now,
-            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, life_max=self._world.grant_life_max_ns,
+            process.incarnation, id_, prefill.blocks, now,
+            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, lifetime_max=self._world.grant_lifetime_max_ns,
         )  # fmt: skip
-        self._world.checkers.announced(process.life, id_, list(prefill.computed))
+        self._world.checkers.announced(process.incarnation, id_, list(prefill.computed))
         self._by_id[id_] = prefill
         self._told[id_] = ready
         prefill.granted.append(id_)
@@ -170,10 +171,10 @@ class SourceOwner:
             prefill.computed.append(process.memory.compute(prefill.blocks[position], leg.prompt, position))
         is_complete = len(prefill.computed) == leg.blocks
         for id_ in list(prefill.alive):
-            self._world.checkers.announced(process.life, id_, list(prefill.computed))
+            self._world.checkers.announced(process.incarnation, id_, list(prefill.computed))
             try:
                 effects = process.endpoint.ready(
-                    id_, len(prefill.computed), 0, is_complete, process.clock.now, self._sums(id_, prefill)
+                    id_, len(prefill.computed), 0, is_complete, process.clock.now, self._checksums(id_, prefill)
                 )
             except KvxferError as error:
                 self._world.log(f"{process!r} cannot announce {id_.hex()[:6]}: {error.code}")

@@ -1,9 +1,9 @@
-"""Memory whose every block says what it is: which prompt's KV, which position, computed by which life, the how-manieth
-time; must never know who reads it.
+"""Memory whose every block says what it is: which prompt's KV, which position, computed by which incarnation, the
+how-manieth time; must never know its readers.
 
 A block is written whole, because what the simulation asks is *when* a block is read, not how a copy is torn: a read
-that overlaps a write is two reads of different blocks here. A life has three areas: its pool, and two that it registers
-as regions, under ids that change while the bytes below stay where they are.
+that overlaps a write is two reads of different blocks here. An incarnation has three areas: its pool, and two that it
+registers as regions, under ids that change while the bytes below stay where they are.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _LAYOUT = struct.Struct("<IIII")
 
 
 class Cell(NamedTuple):
-    """One block of the pool (``region`` is :data:`POOL`), or one piece of a registered region."""
+    """One block of the pool (``region`` is :data:`POOL`), or one element of a registered region."""
 
     region: int
     slot: int
 
 
-def content(prompt: int, position: int, life: int, generation: int) -> bytes:
+def content(prompt: int, position: int, incarnation: int, generation: int) -> bytes:
     """The bytes of one block."""
-    return _LAYOUT.pack(prompt, position, life, generation)
+    return _LAYOUT.pack(prompt, position, incarnation, generation)
 
 
 def describe(block: bytes) -> str:
-    prompt, position, life, generation = _LAYOUT.unpack(block)
-    return f"prompt {prompt} position {position} of life {life} generation {generation}"
+    prompt, position, incarnation, generation = _LAYOUT.unpack(block)
+    return f"prompt {prompt} position {position} of incarnation {incarnation} generation {generation}"
 
 
 def tag_of(block: bytes) -> int:
@@ -43,7 +43,7 @@ def tag_of(block: bytes) -> int:
 
 
 def checksum(block: bytes) -> int:
-    """What stands for CRC-32C here: the machines carry sums, and never compute one."""
+    """The stand-in for CRC-32C: the machines carry checksums, and never compute one."""
     return zlib.crc32(block)
 
 
@@ -53,25 +53,25 @@ def flipped(block: bytes) -> bytes:
 
 
 def cells(extent: Any) -> list[Cell]:
-    """What an extent means."""
+    """The cells of an extent."""
     if extent.ranges is None:
         return [Cell(extent.pool, block) for block in extent.blocks]
     return [Cell(place.region, place.offset // BLOCK_BYTES) for place in places(extent)]
 
 
 class TaggedMemory:
-    """The areas of one life. They outlive their process, as mapped memory does."""
+    """The areas of one incarnation. They outlive their process, as mapped memory does."""
 
-    def __init__(self, block_count: int, life: int, region_cells: int = 0) -> None:
-        self.life = life
-        self.blocks = [content(0, block, life, 0) for block in range(block_count)]
-        self._areas = [[content(0, index, life, 0) for index in range(region_cells)] for _ in range(2)]
+    def __init__(self, block_count: int, incarnation: int, region_cells: int = 0) -> None:
+        self.incarnation = incarnation
+        self.blocks = [content(0, block, incarnation, 0) for block in range(block_count)]
+        self._areas = [[content(0, index, incarnation, 0) for index in range(region_cells)] for _ in range(2)]
         self._under: dict[int, list[bytes]] = {POOL: self.blocks}
         self.is_process_alive = True
         self._generation = 0
 
     def expose(self, region: int, area: int) -> None:
-        """From now on ``region`` is that area (0 or 1), and for whoever goes on reading by that name it stays so."""
+        """From now on ``region`` is that area (0 or 1), and it stays so for readers that go on using that name."""
         self._under[region] = self._areas[area]
 
     def read(self, cell: Cell) -> bytes:
@@ -87,12 +87,12 @@ class TaggedMemory:
     def renew(self, cell: Cell) -> bytes:
         """As :meth:`scrub`, of any cell; what it holds now."""
         self._generation += 1
-        data = content(0, cell.slot, self.life, self._generation)
+        data = content(0, cell.slot, self.incarnation, self._generation)
         self.write(cell, data)
         return data
 
     def compute(self, block: int, prompt: int, position: int) -> bytes:
         """Write one block of a prompt's KV; each computation differs, as other rounding would make it."""
         self._generation += 1
-        self.blocks[block] = content(prompt, position, self.life, self._generation)
+        self.blocks[block] = content(prompt, position, self.incarnation, self._generation)
         return self.blocks[block]

@@ -1,4 +1,4 @@
-"""What the parts of a simulated world see of each other: the world, its processes, their connections and their owners.
+"""The interfaces between the parts of a simulated world: the world, its processes, their connections and their owners.
 Decides nothing. Every part imports this file and none of the other parts, so that none of them can be imported before
 another.
 """
@@ -62,13 +62,13 @@ class ProcessView(Protocol):
 
     world: WorldView
     slot: Slot
-    life: int
+    incarnation: int
     name: str
     clock: VirtualClock
     rng: random.Random
     machines: Any
     memory: TaggedMemory
-    has_checks: bool
+    has_checksums: bool
     ref: Any
     endpoint: Any
     owner: Any
@@ -78,9 +78,9 @@ class ProcessView(Protocol):
 
     @property
     def registered(self) -> RegionsView: ...
-    def run(self, act: Callable[..., None], *args: Any) -> None: ...
-    def later(self, delay_ns: int, act: Callable[..., None], *args: Any) -> None: ...
-    def afterwards(self, act: Callable[..., None], *args: Any) -> None: ...
+    def run(self, callback: Callable[..., None], *args: Any) -> None: ...
+    def later(self, delay_ns: int, callback: Callable[..., None], *args: Any) -> None: ...
+    def afterwards(self, callback: Callable[..., None], *args: Any) -> None: ...
     def resume(self) -> None: ...
     def boot(self, ref: Any) -> None: ...
     def perform(self, effects: list[Any]) -> None: ...
@@ -104,7 +104,7 @@ class Slot:
 
 @dataclasses.dataclass
 class Track:
-    """A transfer that some side still holds something for."""
+    """A transfer that still has state on some side."""
 
     id: bytes
     destination: ProcessView
@@ -124,7 +124,7 @@ class DecodeOrder:
     count: int
     lanes: tuple[Any, ...]
     deadline_ns: int
-    content: bytes
+    content_digest: bytes
 
 
 class CoordinatorView(Protocol):
@@ -155,7 +155,7 @@ class PosterView(Protocol):
     def final(self, process: ProcessView, effect: Any) -> None: ...
     def drained(self, process: ProcessView, id_: bytes) -> None: ...
     def offer_ended(self, process: ProcessView, effect: Any) -> None: ...
-    def fetching_from(self, life: int, region: int) -> list[bytes]: ...
+    def fetching_from(self, incarnation: int, region: int) -> list[bytes]: ...
 
 
 class WorldView(Protocol):
@@ -170,7 +170,7 @@ class WorldView(Protocol):
     machines: Any
     limits: Any
     control_kind: Any
-    grant_life_max_ns: int
+    grant_lifetime_max_ns: int
     is_calm: bool
     slots: dict[str, Slot]
     open: dict[bytes, Track]
@@ -197,7 +197,7 @@ class WorldView(Protocol):
     def living(self) -> list[ProcessView]: ...
     def native(self, ref: AgentRef, process: ProcessView | None = None) -> Any: ...
     def public_ref(self, process: ProcessView) -> AgentRef: ...
-    def life_of(self, native: Any) -> int: ...
+    def incarnation_of(self, native: Any) -> int: ...
     def is_control_blocked(self, name: str) -> bool: ...
 
     # --- connections ---

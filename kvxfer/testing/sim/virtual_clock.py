@@ -28,22 +28,22 @@ class VirtualClock:
     def now_ns(self) -> int:
         return self.now
 
-    def call_at(self, at_ns: int, act: Callable[..., None], *args: Any) -> None:
-        """Call ``act(*args)`` at ``at_ns``, or now if that has passed."""
+    def call_at(self, at_ns: int, callback: Callable[..., None], *args: Any) -> None:
+        """Call ``callback(*args)`` at ``at_ns``, or now if that has passed."""
         self._asked += 1
-        heapq.heappush(self._heap, (max(at_ns, self.now), self._asked, act, args))
+        heapq.heappush(self._heap, (max(at_ns, self.now), self._asked, callback, args))
 
-    def call_after(self, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
+    def call_after(self, delay_ns: int, callback: Callable[..., None], *args: Any) -> None:
         self._asked += 1
-        heapq.heappush(self._heap, (self.now + delay_ns, self._asked, act, args))
+        heapq.heappush(self._heap, (self.now + delay_ns, self._asked, callback, args))
 
     def run_until(self, end_ns: int) -> None:
         """Let everything happen that is due up to and including ``end_ns``; afterwards it is ``end_ns``."""
         heap = self._heap
         while heap and heap[0][0] <= end_ns:
-            self.now, _, act, args = heapq.heappop(heap)
+            self.now, _, callback, args = heapq.heappop(heap)
             self.fired += 1
-            act(*args)
+            callback(*args)
         self.now = max(self.now, end_ns)
 
     def __repr__(self) -> str:

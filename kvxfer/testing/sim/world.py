@@ -45,14 +45,14 @@ class World:
         self.report = SimReport(seed)
         self.links = Links()
         self.weights = FaultWeights.swarm(self.rng) if options.has_faults else FaultWeights.none()
-        self.grant_life_max_ns = self.rng.choice(options.grant_life_max_ns)
+        self.grant_lifetime_max_ns = self.rng.choice(options.grant_lifetime_max_ns)
         self.limits = self._limits()
         self.control_kind = self.rng.choice((machines.SessionKind.TCP, machines.SessionKind.MEMORY))
         self.is_calm = False
         self.recent: collections.deque[str] = collections.deque(maxlen=_LOG_KEPT)
         self._hash = hashlib.blake2b(digest_size=16)
-        self._lives: list[ProcessView] = []
-        self._life_of: dict[Any, int] = {}
+        self._incarnations: list[ProcessView] = []
+        self._incarnation_of: dict[Any, int] = {}
         self._natives: dict[AgentRef, Any] = {}
         self._publics: dict[int, AgentRef] = {}
         self.open: dict[bytes, Track] = {}
@@ -116,12 +116,12 @@ class World:
         return [slot.process for slot in self.slots.values() if slot.process is not None and slot.process.is_alive]
 
     def _is_at_rest(self) -> bool:
-        lives = {process.life for process in self.living()}
-        is_said = self.checkers.is_at_rest(lives) and self.reference.is_at_rest(lives)
+        incarnations = {process.incarnation for process in self.living()}
+        is_said = self.checkers.is_at_rest(incarnations) and self.reference.is_at_rest(incarnations)
         return is_said and all(self._leftover(process) is None for process in self.living())
 
     def _check_rest(self, last_fault: int) -> None:
-        living = {process.life for process in self.living()}
+        living = {process.incarnation for process in self.living()}
         self.checkers.check_rest(living, self.clock.now - last_fault, self.clock.now)
         self.reference.check_rest(living, self.clock.now)
         for process in self.living():
@@ -152,12 +152,12 @@ class World:
         self._hash.update(line.encode())
         self.recent.append(line)
 
-    # --- lives ---
+    # --- incarnations ---
 
     def start(self, slot: Slot) -> None:
         """A new process in this slot, with empty memory and no number yet."""
-        process = Process(self, slot, len(self._lives))
-        self._lives.append(process)
+        process = Process(self, slot, len(self._incarnations))
+        self._incarnations.append(process)
         slot.process = process
         slot.client = Client(process)
         self.log(f"{process!r} starts")
@@ -189,21 +189,21 @@ class World:
             self._close(track)
 
     def native(self, ref: AgentRef, process: ProcessView | None = None) -> Any:
-        """The machines' name of a life."""
+        """The machines' name of an incarnation."""
         native = self._natives.get(ref)
         if native is None:
             native = self.machines.AgentRef(ref.agent_id, ref.incarnation.number, ref.incarnation.boot_nonce)
             self._natives[ref] = native
         if process is not None:
-            self._life_of[native] = process.life
-            self._publics[process.life] = ref
+            self._incarnation_of[native] = process.incarnation
+            self._publics[process.incarnation] = ref
         return native
 
     def public_ref(self, process: ProcessView) -> AgentRef:
-        return self._publics[process.life]
+        return self._publics[process.incarnation]
 
-    def life_of(self, native: Any) -> int:
-        return self._life_of[native]
+    def incarnation_of(self, native: Any) -> int:
+        return self._incarnation_of[native]
 
     def is_control_blocked(self, name: str) -> bool:
         return self.clock.now < self.slots[name].control_blocked_until
@@ -211,7 +211,7 @@ class World:
     # --- connections ---
 
     def dial(self, process: ProcessView, peer: Any, kind: Any) -> None:
-        """A process connects to where that agent lives now; whether it is that life, the handshake finds out."""
+        """A process connects to where that agent runs now; the handshake finds out whether it is that incarnation."""
         here, there = process.slot, self.slots[peer.agent_id]
         target = there.process
         if kind == self.machines.SessionKind.UNIX and here.host != there.host:
@@ -284,7 +284,7 @@ class World:
         return [t for t in self.open.values() if name in (t.source.name, t.destination.name)]
 
     def phase(self, track: Track) -> TransferPhase | None:
-        """Where a transfer stands at its destination; ``None`` where nobody can say."""
+        """Where a transfer stands at its destination; ``None`` if that is unknown."""
         process = track.destination
         if not process.is_alive or process.endpoint is None:
             return None
@@ -309,7 +309,7 @@ class World:
     def pulled(self, process: ProcessView, order: DecodeOrder) -> None:
         self.tracks[order.id] = self.open[order.id] = track = Track(order.id, process, order.source)
         track.is_pulled = True
-        track.is_granted = self.checkers.has_live_grant(order.source.life, order.id)
+        track.is_granted = self.checkers.has_live_grant(order.source.incarnation, order.id)
         self.router.pulled(order)
 
     def fetched(self, process: ProcessView, id_: bytes, source: ProcessView) -> None:
@@ -368,7 +368,7 @@ class World:
         for process in self.living():
             if process.endpoint is not None:
                 (pool,) = process.endpoint.counts().pools
-                self.checkers.counted(process.life, pool.reserved + pool.quarantined, pool.granted)
+                self.checkers.counted(process.incarnation, pool.reserved + pool.quarantined, pool.granted)
         self.clock.call_after(self.options.heartbeat_ns, self._look)
 
     def _close(self, track: Track) -> None:
@@ -378,9 +378,9 @@ class World:
     def _limits(self) -> Any:
         machines, options = self.machines, self.options
         grants, transfers, limits = machines.GrantLimits(), machines.TransferLimits(), machines.EndpointLimits()
-        grants.ttl_ns, grants.life_max_ns, grants.wait_max_ns = (
+        grants.ttl_ns, grants.lifetime_max_ns, grants.wait_max_ns = (
             options.grant_ttl_ns,
-            self.grant_life_max_ns,
+            self.grant_lifetime_max_ns,
             options.wait_ns,
         )
         grants.data_bytes_max = self.rng.choice((16, 32, 48, 1024))

@@ -28,7 +28,7 @@ class WorldOptions:
     chaos_ns: int = 6 * S
 
     grant_ttl_ns: int = 1 * S
-    grant_life_max_ns: tuple[int, ...] = (1200 * MS, 5 * S)
+    grant_lifetime_max_ns: tuple[int, ...] = (1200 * MS, 5 * S)
     """One of them by seed."""
     stall_ns: int = 300 * MS
     reconnect_ns: int = 1500 * MS

@@ -260,7 +260,7 @@ def test_two_threads_that_see_one_end_count_it_once() -> None:
                     both.wait(0.5)
             return value
 
-    seen = SimpleNamespace(lane=None, post_us=1.0, transfer_us=2.0, bytes=3, pieces=4)
+    seen = SimpleNamespace(lane=None, post_us=1.0, transfer_us=2.0, bytes=3, elements=4)
     post = SimpleNamespace(is_final=True, error=None, statistics=lambda: seen, poll=lambda: post)
     poster = SimpleNamespace(start=lambda plan, notification: post)
     ends: list[Any] = []

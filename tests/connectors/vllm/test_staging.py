@@ -175,7 +175,7 @@ async def land(theirs: CompatibilityRecord, cut: HeadShare = ALONE, *, bytes_max
         staging_of(bytes_max) as staging,
         staging.land(member(theirs), cut, 1, (3, 4), 40) as landing,
     ):
-        assert {pool.checksum for pool in landing.pools} == {"sampled"}
+        assert {pool.checksum for pool in landing.pools} == {ChecksumMode.SAMPLED}
         assert [pool.is_published for pool in landing.pools] == [not landing.is_staged]
         return landing.is_staged
 

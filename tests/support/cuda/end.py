@@ -109,10 +109,10 @@ class End:
         self.memories[name][0].cpu().numpy().tofile(path)
 
     def do_pool(
-        self, name: str, block_bytes: int, blocks: int, segments: list[list[int]], checks: bool = False
+        self, name: str, block_bytes: int, blocks: int, segments: list[list[int]], has_checksums: bool = False
     ) -> None:
         region = region_of(self.memories[name][1])
-        info = native.PoolInfo(POOL, blocks, block_bytes, b"d" * 32, False, True, checks)
+        info = native.PoolInfo(POOL, blocks, block_bytes, b"d" * 32, False, True, has_checksums)
         device = region.device if region.memory is MemoryKind.CUDA else -1
         parts = [(offset, stride, length) for offset, stride, length in segments]
         core = self.transport.core
@@ -187,7 +187,13 @@ class End:
     # --- registered memory ---
 
     def do_post(
-        self, op: str, near: list[list[int]], far: list[list[int]], records: list[str], lane: str, sums: bool = False
+        self,
+        op: str,
+        near: list[list[int]],
+        far: list[list[int]],
+        records: list[str],
+        lane: str,
+        checksums: bool = False,
     ) -> int:
         """``near`` and ``far`` are rows (address, length, device, count, stride)."""
         peer = RemotePeer(self.far, self.far_address, tuple(RegionRecord.from_json(record) for record in records))
@@ -195,7 +201,7 @@ class End:
         remote = self.poster.prepare(np.array(far, np.uint64), peer=peer)
         plan = self.poster.plan(Op(op), local, None, remote, None)
         number = len(self.posts)
-        self.posts[number] = self.poster.start(plan, lanes=[Lane(lane)], wants_sums=sums, deadline_s=WAIT_S)
+        self.posts[number] = self.poster.start(plan, lanes=[Lane(lane)], wants_checksums=checksums, deadline_s=WAIT_S)
         return number
 
     def do_finish(self, number: int) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class FakeTransfer:
                         None not in (self.content_digest, grant.content_digest)
                         and self.content_digest != grant.content_digest
                     ):
-                        raise IncompatibleError("content differs")
+                        raise IncompatibleError("content digests differ")
                     if grant.state is GrantState.EXPIRED:
                         raise GrantExpiredError("the grant expired")
                     if grant.state is not GrantState.ALIVE:

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvxfer.transport import ucx
-from tests.support.kernel import lends_on_unix
+from tests.support.kernel import has_zero_copy_on_unix
 
 ONE_SIDED = ["mapped", "cma"]
 STREAMS = ["unix", "stream"]
 HAS_UCX = bool(ucx.find_library().path)
-LENDING = STREAMS if lends_on_unix() else ["stream"]
-"""On which large blocks are lent."""
+ZERO_COPY_LANES = STREAMS if has_zero_copy_on_unix() else ["stream"]
+"""These lanes send large blocks zero-copy."""
 LANES = [*ONE_SIDED, *STREAMS, *(["ucx"] if HAS_UCX else [])]
 
 Case = TypeVar("Case")

@@ -1,5 +1,5 @@
 """One agent of the fault tests: a transport with a painted pool, registered memory and proxies, asked for everything in
-words that fit JSON, so that it is the same whether it lives in the test's process or in one that can be killed.
+words that fit JSON, so that it is the same whether it runs in the test's process or in one that can be killed.
 """
 
 from __future__ import annotations
@@ -239,20 +239,20 @@ class Party:
         mine: int,
         theirs: int,
         *,
-        piece: int = 65536,
+        element: int = 65536,
         nbytes: int | None = None,
         deadline_s: float = 60.0,
     ) -> None:
-        """Read from, or write to, the peer's region number ``theirs`` (among those on its card), piece by piece."""
+        """Read from, or write to, the peer's region number ``theirs`` (among those on its card), element by element."""
         registration = self.regions[mine]
         assert registration is not None
         local, remote = registration.record, self.peers[peer].records[theirs]
         size = min(nbytes or local.length_bytes, remote.length_bytes, local.length_bytes)
-        offsets = np.arange(0, size, piece, dtype=np.uint64)
+        offsets = np.arange(0, size, element, dtype=np.uint64)
         lists = []
         for record in (local, remote):
             rows = np.zeros((len(offsets), 3), np.uint64)
-            rows[:, 0], rows[:, 1] = offsets + np.uint64(record.address), piece
+            rows[:, 0], rows[:, 1] = offsets + np.uint64(record.address), element
             lists.append(rows)
         self.posts[name] = self.poster.post(
             Op(op),

@@ -95,7 +95,7 @@ class PhaseFixture:
         self.readers[phase].meet(source.card(proxy))
 
     def replace_source(self) -> None:
-        """Another life of it, and all readers know."""
+        """Another incarnation of it, and all readers know."""
         for reader in self.readers.values():
             reader.peer_dead("source")
         self.source.kill()

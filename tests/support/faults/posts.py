@@ -16,7 +16,7 @@ from tests.support.faults.parties import Party
 from tests.support.faults.phase_fixture import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
 from tests.support.faults.remote import Remote
 
-SIZE, PIECE = 256 << 10, 4096
+SIZE, ELEMENT = 256 << 10, 4096
 SEED = 21
 TTL_S = 2.0
 PATIENT = {"stall_s": STALL_S, "reconnect_s": PATIENT_S, "grant_ttl_s": TTL_S}
@@ -75,7 +75,7 @@ class PostFixture:
         rules: Mapping[str, Rule] | None = None,
         judged: Collection[str] | None = None,
         size: int = SIZE,
-        piece: int = PIECE,
+        element: int = ELEMENT,
         make_remote: Callable[..., Any] = Remote,
         make_near: Callable[..., Any] = Party,
         proxies_remote: bool = False,
@@ -107,7 +107,7 @@ class PostFixture:
                 self.proxy(phase, "stop_at", *self.rules[phase])
             self.posted_s = time.monotonic()
             for number, (phase, party) in enumerate(self.near.items()):
-                party.post(phase, op, "remote", 0, number, piece=piece, deadline_s=deadline_s)
+                party.post(phase, op, "remote", 0, number, element=element, deadline_s=deadline_s)
             for phase, party in self.near.items():
                 assert self.proxy(phase, "wait_stopped"), f"{phase}: the proxy held nothing"
                 assert party.state(phase)[0] not in ("COMMITTED", "FAILED", "CANCELLED"), phase
@@ -265,7 +265,7 @@ def stopped(fixture: PostFixture) -> None:
 
 
 def lose_a_writer(
-    lane: str, fault: str, rules: Mapping[str, Rule] | None = None, *, size: int = SIZE, piece: int = PIECE
+    lane: str, fault: str, rules: Mapping[str, Rule] | None = None, *, size: int = SIZE, element: int = ELEMENT
 ) -> None:
     """Whoever is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
     options: dict[str, Any] = {**GIVES_UP, "blocks": 1}
@@ -284,7 +284,7 @@ def lose_a_writer(
             writer.meet(writer.proxied(party.card(), number))
             writer.proxy(number, "stop_at", *rules[phase])
         for number, phase in enumerate(parties):
-            writer.post(phase, "WRITE", phase, number, 0, piece=piece)
+            writer.post(phase, "WRITE", phase, number, 0, element=element)
         for number, phase in enumerate(parties):
             assert writer.proxy(number, "wait_stopped"), phase
         gone_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Two endpoints whose lanes go away in the middle of a transfer: pulls, reads and writes of eight 16-byte pieces."""
+"""Two endpoints whose lanes go away in the middle of a transfer: pulls, reads and writes of eight 16-byte elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ID = b"t" * 16
 DATA, MARK = bytes(range(128)), b"\xee" * 32
 POOL, SOURCE, TARGET = 2, 7, 9
 BEFORE, COUNT, LANDED = 3, 8, 2
-"""A pull is of the grant's last 8 positions; the first read brings two pieces of 16 bytes."""
+"""A pull is of the grant's last 8 positions; the first read brings two elements of 16 bytes."""
 
 
 def _limits(lanes: Sequence[Any] | None) -> Any:
@@ -36,7 +36,7 @@ class LanePair(RegionPair):
             self.ends[name].add_pool(_core.PoolInfo(POOL, 64, 16, b"d" * 32, True, True))
             self.memory[name][POOL] = bytearray(64 * 16)
         self.closed: set[Any] = set()
-        """Kinds of sessions that nobody can dial."""
+        """Kinds of sessions that cannot be dialed."""
         self.dials_fail_as: Any = None
         self.refused: set[Any] = set()
         """Lanes that ``a`` answers with no_lane."""
@@ -107,7 +107,7 @@ class LanePair(RegionPair):
 
 
 def prefix_landed(verb: str, lanes: list[Any]) -> LanePair:
-    """Two of the pieces are in place, and are marked: who asks for them again would write over the mark."""
+    """Two of the elements are in place, and are marked: a second read of them would write over the mark."""
     pair = LanePair()
     pair.start(verb, lanes)
     pair.land_one()
@@ -140,6 +140,6 @@ def lose(pair: LanePair, how: str, lane: Any) -> None:
 
 
 def asked(pair: LanePair, verb: str) -> list[tuple[Any, int, int]]:
-    """(lane, first, count) of each question, from the first of our own pieces."""
+    """(lane, first, count) of each question, from the first of our own elements."""
     base = BEFORE if verb == "pull" else 0
     return [(pull.lane, pull.first - base, pull.count) for pull in pair.asked]

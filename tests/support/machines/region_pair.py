@@ -44,7 +44,7 @@ class RegionPair(Pair):
         return bool(is_gone)
 
     def post(self, name: str, op: str, id_: bytes, local: Rows, remote: Rows, **options: Any) -> None:
-        """``options``: lanes, deadline_s, notification, wants_sums, local_ids, remote_ids (not given: all pieces)."""
+        """``options``: lanes, deadline_s, notification, wants_checksums, local_ids, remote_ids (default: all)."""
         here, there = ranges(local), ranges(remote)
         act = getattr(self.ends[name], op)
         effects = act(
@@ -59,7 +59,7 @@ class RegionPair(Pair):
             7,
             self.now,
             options.get("notification"),
-            options.get("wants_sums", False),
+            options.get("wants_checksums", False),
         )
         self.do(name, effects)
 
@@ -96,26 +96,30 @@ class RegionPair(Pair):
             if (name, effect.session) not in self.peer_session:
                 continue
             parts = self.bytes_of(name, effect.source)
-            sums = [zlib.crc32(part) for part in parts] if effect.frame.has_sums else []  # any sum serves here
+            checksums = (
+                [zlib.crc32(part) for part in parts] if effect.frame.has_checksums else []
+            )  # any sum serves here
             _, theirs = self.peer_session[name, effect.session]
             landing = self.ends[other].data_arrives(theirs, effect.frame, self.now)
             frame = effect.frame
             if landing.token:
-                self.arrive(other, frame.id, landing.token, landing.to, parts, sums)
+                self.arrive(other, frame.id, landing.token, landing.to, parts, checksums)
             self.do(name, end.data_sent(effect.session, frame.id, frame.attempt, len(parts), self.now))
         for effect in reads:
             if effect.lane in self.unmappable:
                 stopped = end.read_stopped(effect.id, effect.token, _core.Code.no_lane, "no map", self.now)
                 self.do(name, stopped)
             else:
-                self.arrive(name, effect.id, effect.token, effect.to, self.bytes_of(other, effect.source), effect.sums)
+                self.arrive(
+                    name, effect.id, effect.token, effect.to, self.bytes_of(other, effect.source), effect.checksums
+                )
         return bool(sends or reads)
 
-    def arrive(self, name: str, id_: bytes, token: int, to: Any, parts: list[bytes], sums: list[int]) -> None:
+    def arrive(self, name: str, id_: bytes, token: int, to: Any, parts: list[bytes], checksums: list[int]) -> None:
         end = self.ends[name]
         data = self.corrupts(b"".join(parts))
         at = 0
-        for part, expected in zip(parts, sums, strict=False):
+        for part, expected in zip(parts, checksums, strict=False):
             if zlib.crc32(data[at : at + len(part)]) != expected:
                 self.do(name, end.read_stopped(id_, token, _core.Code.checksum, "checksum", self.now))
                 return

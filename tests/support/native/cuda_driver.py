@@ -30,7 +30,7 @@ class DeviceMemory:
     bytes: Any
     """What is in it, as the device sees it."""
 
-    def piece(self, offset: int, length: int) -> bytes:
+    def element(self, offset: int, length: int) -> bytes:
         return bytes(self.bytes[offset : offset + length].tobytes())
 
 

@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1, for tests. Its "device memory" lies at addresses that nothing in the process can touch; only
 // the copies below reach it, by another mapping of the same pages. Copies are done by a thread, some time after they were
-// asked for and in the order of their streams, so whoever looks at bytes too early finds the wrong ones.
+// asked for and in the order of their streams, so a thread that reads bytes too early finds the wrong ones.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -34,7 +34,7 @@ class Registered:
     id: int
     memory: Any
 
-    def piece(self, offset: int, length: int) -> bytes:
+    def element(self, offset: int, length: int) -> bytes:
         return bytes(self.memory[offset : offset + length].tobytes())
 
 
@@ -55,7 +55,7 @@ class Node:
         limits: native.EndpointLimits | None = None,
         digest: bytes = DIGEST,
         is_exposed: bool = False,
-        checks: bool = False,
+        has_checksums: bool = False,
         core: dict[str, Any] | None = None,
     ) -> None:
         """`core`: further arguments of its Core."""
@@ -69,7 +69,7 @@ class Node:
         self.segments = segments or [(0, block_bytes, block_bytes)]
         self.region = native.Region(region_bytes or block_bytes * blocks)
         self.memory = np.frombuffer(self.region, np.uint8)
-        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable, is_exposed, checks)
+        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable, is_exposed, has_checksums)
         self.core.add_pool(info, self.region, self.segments)
         self.events: list[Any] = []
 
@@ -140,12 +140,12 @@ class Node:
     ) -> None:
         """`verb` is fetch or push; `local` and `remote` are rows (region, offset, stride, length, count)."""
         ours, theirs = (native.Ranges(np.array(rows, dtype=np.uint64).reshape(-1, 5)) for rows in (local, remote))
-        picked = ids or (np.arange(ours.count), np.arange(theirs.count))
-        own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in picked)
+        chosen = ids or (np.arange(ours.count), np.arange(theirs.count))
+        own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in chosen)
         prepared = getattr(self.core, f"prepare_{verb}")(
             peer.ref if isinstance(peer, Node) else peer,
-            native.Pieces(ours, own_ids),
-            native.Pieces(theirs, peer_ids),
+            native.Elements(ours, own_ids),
+            native.Elements(theirs, peer_ids),
             lanes=lanes or LANES,
         )
         prepared.start(transfer, int(deadline_s * SECOND), **options)

@@ -99,7 +99,7 @@ class TableAgent:
         return grant
 
     def abort_grant(self, transfer_id: TransferId) -> None:
-        self.see(self.table.decline(transfer_id.raw))
+        self.see(self.table.abort_grant(transfer_id.raw))
 
     def see(self, effects: Sequence[Any]) -> None:
         for effect in effects:

@@ -26,10 +26,10 @@ class EngineChaos:
             (0.3, 4, self._cut),
             (0.2, 3, self._partition),
         )
-        for chance, most, act in kinds:
+        for chance, most, callback in kinds:
             if self._rng.random() < chance:
                 for _ in range(self._rng.randint(1, most)):
-                    self._clock.call_after(self._rng.randrange(0, self._world.options.chaos_ns - 1 * S), act)
+                    self._clock.call_after(self._rng.randrange(0, self._world.options.chaos_ns - 1 * S), callback)
 
     def _engine(self) -> EngineOwnerView | None:
         owners = [owner for owner in self._world.owners() if not owner.is_hung and not owner.process.is_paused]

@@ -24,7 +24,7 @@ class EngineOptions(WorldOptions):
     chaos_ns: int = 12 * S
 
     grant_ttl_ns: int = 3 * S
-    grant_life_max_ns: tuple[int, ...] = (600 * S,)
+    grant_lifetime_max_ns: tuple[int, ...] = (600 * S,)
     wait_ns: int = 600 * S
     timeout_ns: tuple[int, int] = (25 * S, 90 * S)
     """Of a decode leg for its grant; by request."""

@@ -25,7 +25,7 @@ PULSE_NS = 1 * S
 
 
 class EngineOwner:
-    """Made by the world for each life. ``executor`` is production's."""
+    """Made by the world for each incarnation. ``executor`` is production's."""
 
     def __init__(self, world: EngineWorldView, process: ProcessView, profile: Profile) -> None:
         self.world, self.process, self.profile = world, process, profile
@@ -65,7 +65,7 @@ class EngineOwner:
         return not self._inbox and self._arrived == self._read and executor.scheduler.is_empty and not executor.is_busy
 
     def hang(self, until_ns: int) -> None:
-        """Make no step until then; its agent lives on."""
+        """Make no step until then; its agent goes on."""
         self.was_disturbed = True
         self.hung_since, self.hung_until = self.world.clock.now, until_ns
         if until_ns != NEVER:
@@ -116,7 +116,7 @@ class EngineOwner:
 
     def _round(self) -> None:
         self._is_due = False
-        if self.is_hung:  # whoever ends that wakes it
+        if self.is_hung:  # the fault that ends the hang wakes it
             return
         self._wake += 1
         while self._inbox:

@@ -1,5 +1,5 @@
-"""Posts requests to engines: picks who prefills and who decodes, sends both legs, or one of them late or never, goes
-away, and tries again under a new id; must never know what an engine does with a leg.
+"""Posts requests to engines: chooses the prefill and the decode engine, sends both legs, or one of them late or never,
+goes away, and tries again under a new id; must never know what an engine does with a leg.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class EngineRouter:
             self._leave(attempt)
 
     def _leave(self, attempt: EngineAttempt) -> None:
-        """The client goes away; nobody tries again for it."""
+        """The client goes away; no attempt follows."""
         owner = self._world.owner(attempt.decode)
         attempt.ask.tries = _TRIES_MAX
         if owner is not None and attempt.ticket is not None and attempt.ticket.sequence is not None:

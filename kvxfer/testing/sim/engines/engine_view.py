@@ -16,7 +16,7 @@ from kvxfer.testing.sim.view import ProcessView, Slot, WorldView
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What kind of engine lives in a slot; every life there is alike."""
+    """What kind of engine runs in a slot; all incarnations there are alike."""
 
     can_prefill: bool
     can_decode: bool

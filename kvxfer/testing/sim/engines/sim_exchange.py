@@ -56,10 +56,10 @@ class SimGrant:
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         process, now = self._process, self._process.clock.now
         contents = [process.memory.blocks[block] for block in self._blocks[:blocks]]
-        sums = [checksum(block) for block in contents[self._told :]] if process.has_checks else []
+        checksums = [checksum(block) for block in contents[self._told :]] if process.has_checksums else []
         self._told = max(self._told, blocks)
-        process.world.checkers.announced(process.life, self._id, contents)
-        process.perform(process.endpoint.ready(self._id, blocks, layers, complete, now, sums))
+        process.world.checkers.announced(process.incarnation, self._id, contents)
+        process.perform(process.endpoint.ready(self._id, blocks, layers, complete, now, checksums))
 
     def revoke(self, reason: str = "") -> GrantState:
         process = self._process
@@ -117,16 +117,24 @@ class SimExchange:
         effects = process.endpoint.grant(id_, POOL, blocks, remote.agent_id, ttl_ns, ready_blocks, now, content_digest)
         world.log(f"{process!r} grants {id_.hex()[:6]} {len(blocks)} blocks, {ready_blocks} ready")
         world.checkers.granted(
-            process.life, id_, list(blocks), now, ttl=ttl_ns, ttl_max=ttl_ns, life_max=world.grant_life_max_ns
+            process.incarnation,
+            id_,
+            list(blocks),
+            now,
+            ttl=ttl_ns,
+            ttl_max=ttl_ns,
+            lifetime_max=world.grant_lifetime_max_ns,
         )
-        world.checkers.announced(process.life, id_, [process.memory.blocks[block] for block in blocks[:ready_blocks]])
+        world.checkers.announced(
+            process.incarnation, id_, [process.memory.blocks[block] for block in blocks[:ready_blocks]]
+        )
         self._on_ended[id_] = on_ended
         process.perform(effects)
         return SimGrant(world, process, id_, blocks, ready_blocks)
 
     def abort_grant(self, remote: OtherLeg) -> None:
         try:
-            effects = self._process.endpoint.decline(remote.transfer_id.raw)
+            effects = self._process.endpoint.abort_grant(remote.transfer_id.raw)
         except KvxferError:
             return
         self._world.log(f"{self._process!r} declines {remote.transfer_id.raw.hex()[:6]}")
@@ -158,7 +166,7 @@ class SimExchange:
             self._world.log(f"{process!r} cannot reserve for {id_.hex()[:6]}: {error.code}")
             return
         self._world.log(f"{process!r} reserves {len(blocks)} blocks for {id_.hex()[:6]}")
-        self._world.checkers.reserved(process.life, id_, list(blocks), first)
+        self._world.checkers.reserved(process.incarnation, id_, list(blocks), first)
         process.perform(effects)
 
     def unreserve(self, pull: EnginePull) -> bool:
@@ -173,7 +181,7 @@ class SimExchange:
         if is_done:
             self._world.log(f"{process!r} takes the early blocks of {id_.hex()[:6]} back")
             self._world.report.taken_back += 1
-            self._world.checkers.unreserved(process.life, id_)
+            self._world.checkers.unreserved(process.incarnation, id_)
         process.perform(effects)
         return bool(is_done)
 
@@ -208,16 +216,16 @@ class SimExchange:
 
     # --- on the agent's loop ---
 
-    def _soon(self, act: Callable[..., None], *args: Any) -> None:
+    def _soon(self, callback: Callable[..., None], *args: Any) -> None:
         """On another thread, which takes what it is given in order."""
-        self._process.later(MS, act, *args)
+        self._process.later(MS, callback, *args)
 
     def _id(self, pull: EnginePull) -> bytes:
         return next((id_ for id_, one in self._pulls.items() if one is pull), bytes(16))
 
     def _poison(self, blocks: list[int]) -> None:
         for block in blocks:
-            self._world.checkers.written(self._process.life, block)
+            self._world.checkers.written(self._process.incarnation, block)
             self._process.memory.scrub(block)
 
     def _begin(
@@ -259,7 +267,14 @@ class SimExchange:
         self._begun.add(id_)
         world.log(f"{process!r} pulls {id_.hex()[:6]} from {source!r} into {len(blocks)} blocks")
         world.checkers.pulled(
-            process.life, id_, source.life, blocks, first, process.memory, now, must_check=process.has_checks
+            process.incarnation,
+            id_,
+            source.incarnation,
+            blocks,
+            first,
+            process.memory,
+            now,
+            must_check=process.has_checksums,
         )
         process.perform(effects)
 
@@ -273,7 +288,7 @@ class SimExchange:
         if source is None or source.ref is None:
             return
         try:
-            process.perform(process.endpoint.give_up(remote.transfer_id.raw, source.ref, process.clock.now))
+            process.perform(process.endpoint.abort_pull(remote.transfer_id.raw, source.ref, process.clock.now))
         except KvxferError as error:
             self._world.log(f"{process!r} cannot give {remote.transfer_id.raw.hex()[:6]} up: {error.code}")
 

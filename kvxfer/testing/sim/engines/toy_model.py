@@ -1,8 +1,8 @@
 """What an executor needs of a model and a runner, without either: it writes in every block what that block would mean,
-and its logits are zeros. It must never decide who computes what.
+and its logits are zeros. It must never decide which engine computes what.
 
 A block's tag is a checksum over all tokens up to its last one that is computed, made from the tag of the block before
-as it stands in memory: so bytes that are not what they should be are found by whoever computes on top of them.
+as it stands in memory: so wrong bytes are found by the next computation on top of them.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ class ToyRunner:
             index = at // step
             end = min((index + 1) * step, chunk.end)
             before = tag(chunk.token_ids[at - chunk.start : end - chunk.start], before)
-            process.world.checkers.written(process.life, chunk.block_table[index])
+            process.world.checkers.written(process.incarnation, chunk.block_table[index])
             process.memory.compute(chunk.block_table[index], before, index)
             at = end

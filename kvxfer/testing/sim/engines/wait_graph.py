@@ -1,10 +1,10 @@
-"""The graph of who waits for whom, over all engines of a world: which requests can end without anybody giving anything
-up, which cannot, and since when; must never ask a scheduler what it will do.
+"""The graph of waits between requests, over all engines of a world: which requests can end without another one giving
+up up, which cannot, and since when; must never ask a scheduler what it will do.
 
-A request that computes ends. One that lacks blocks can go on once those who hold them and end by themselves have given
-enough back, and it is its turn; one half of a pair can go on once the other can. What remains when nothing more can be
-crossed out so waits in a circle. Who waits for an engine that is hung, stopped or dead is crossed out too: a timer ends
-that, which has a bound of its own.
+A request that computes ends. One that lacks blocks can go on once requests that hold them and end by themselves have
+given enough back, and it is its turn; one half of a pair can go on once the other can. What remains when nothing more
+can be crossed out so waits in a circle. A request that waits for an engine that is hung, stopped or dead is crossed out
+too: a timer ends that, which has a bound of its own.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class WaitGraph:
         return times
 
     def _judge_hung(self) -> None:
-        """Those who wait for a grant of an engine that makes no step."""
+        """The requests that wait for a grant of an engine that makes no step."""
         world = self._world
         now, bound_ns = world.clock.now, world.options.hung_ns()
         waiting = {}

@@ -107,7 +107,7 @@ class EngineWorld(World):
     _done_at = NEVER
 
     def _check_end(self, now: int) -> None:
-        """Nothing is asked any more. What is left (prompts that nobody reads, legs that nobody waits for) ends too."""
+        """No more requests come. The rest (prompts without a reader, legs without a client) ends too."""
         self._done_at = min(self._done_at, now)
         steps = sum(self.requests._steps.values())
         bound_ns = self.options.end_ns(self.options.timeout_ns[1], steps, self.step_max_ns)
@@ -131,7 +131,7 @@ class EngineWorld(World):
         self.requests.look()
         self.clock.call_after(_LOOK_NS, self._look_at_waits)
 
-    # --- lives ---
+    # --- incarnations ---
 
     def booted(self, process: ProcessView) -> None:
         process.owner = EngineOwner(self, process, self.profiles[process.name])
@@ -147,7 +147,7 @@ class EngineWorld(World):
             self.start(slot)
 
     def owner(self, process: ProcessView) -> EngineOwner | None:
-        """The engine of a process that lives; ``None`` before it has its number, and once it was killed."""
+        """The engine of a process that runs; ``None`` before it has its number, and once it was killed."""
         return cast(EngineOwner, process.owner) if process.is_alive and process.owner is not None else None
 
     def owners(self) -> list[EngineOwner]:
@@ -156,7 +156,7 @@ class EngineWorld(World):
     # --- what happens in a process ---
 
     def is_granted(self, process: ProcessView, id_: bytes) -> bool:
-        return self.checkers.has_live_grant(process.life, id_)
+        return self.checkers.has_live_grant(process.incarnation, id_)
 
     def revoking(self, process: ProcessView, reason: str) -> None:
         """An engine ends a grant. For want of room it may only where waiting would bring nothing."""
@@ -183,10 +183,10 @@ class EngineWorld(World):
         return sequence.phase is Phase.COMPUTING and sequence.leg is not Leg.PREFILL
 
     def lanes(self, process: ProcessView) -> list[Any]:
-        """Of one pull; into a pool with checks also one on which any source sends checksums."""
+        """Of one pull; into a pool with checksums also one on which any source sends checksums."""
         lane = self.machines.Lane
         choice = self.rng.choice(((lane.MEMORY,), (lane.STREAM,), (lane.MAPPED, lane.STREAM), (lane.UNIX, lane.STREAM)))
-        is_added = process.has_checks and lane.STREAM not in choice
+        is_added = process.has_checksums and lane.STREAM not in choice
         return [*choice, lane.STREAM] if is_added else list(choice)
 
     def _profiles(self) -> dict[str, Profile]:

@@ -1,7 +1,7 @@
-// Own memory that a grant promises or a transfer fills, whether blocks of a pool or pieces of regions: numbered from 0, in
-// the order in which both sides speak of them. Grants and transfers know nothing else of memory.
+// Own memory that a grant promises or a transfer fills: blocks of a pool, or elements of regions, numbered from 0 in the order that
+// both sides use. Grants and transfers know memory only through this class.
 //
-// take() may fail and then holds nothing; what was taken is given back exactly once.
+// If take() throws, nothing was taken; a claim that was taken is given back exactly once.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,21 @@
 
 namespace kvxfer {
 
-class Hold {
+class MemoryClaim {
  public:
-  virtual ~Hold() = default;
+  virtual ~MemoryClaim() = default;
   virtual uint32_t count() const = 0;
   virtual Extent part(uint32_t first, uint32_t count) const = 0;
   virtual uint64_t bytes(uint32_t first, uint32_t count) const = 0;
-  virtual uint64_t piece_bytes(uint32_t i) const = 0;
-  // How many from `first` on, at most `count` and at least one, have no more than `bytes` together.
+  virtual uint64_t element_bytes(uint32_t i) const = 0;
+  // The most blocks from `first` on, at most `count` and at least one, that have no more than `bytes` together.
   uint32_t fitting(uint32_t first, uint32_t count, uint64_t bytes) const {
     uint32_t fits = 0;
-    for (uint64_t sum = 0; fits < count && (sum += piece_bytes(first + fits)) <= bytes;) ++fits;
+    for (uint64_t sum = 0; fits < count && (sum += element_bytes(first + fits)) <= bytes;) ++fits;
     return std::max(fits, 1u);
   }
   virtual const PoolInfo* pool() const { return nullptr; }  // of blocks
-  // The pool, or the regions: what a one-sided lane needs maps of.
+  // The pool, or the regions, whose maps a one-sided lane needs.
   virtual std::vector<uint32_t> maps() const = 0;
   virtual bool has_memory() const { return true; }
   // Why `lane` cannot read it, or null.
@@ -36,13 +36,13 @@ class Hold {
   virtual void give_back() = 0;
 };
 
-class BlocksHold : public Hold {
+class BlocksClaim : public MemoryClaim {
  public:
-  BlocksHold(Ledger& ledger, std::vector<uint32_t> blocks) : ledger_(&ledger), blocks_(std::make_shared<const std::vector<uint32_t>>(std::move(blocks))) {}
+  BlocksClaim(Ledger& ledger, std::vector<uint32_t> blocks) : ledger_(&ledger), blocks_(std::make_shared<const std::vector<uint32_t>>(std::move(blocks))) {}
   uint32_t count() const override { return static_cast<uint32_t>(blocks_->size()); }
   Extent part(uint32_t first, uint32_t count) const override { return Extent{ledger_->info().id, nullptr, blocks_, first, count}; }
   uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
-  uint64_t piece_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
+  uint64_t element_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
   const PoolInfo* pool() const override { return &ledger_->info(); }
   std::vector<uint32_t> maps() const override { return {ledger_->info().id}; }
   const char* obstacle(Lane lane) const override {
@@ -57,31 +57,31 @@ class BlocksHold : public Hold {
   std::shared_ptr<const std::vector<uint32_t>> blocks_;
 };
 
-// Counted: several readers may be promised the same block.
-class PromisedBlocks final : public BlocksHold {
+// Counted: several readers may have grants of the same block.
+class PromisedBlocks final : public BlocksClaim {
  public:
-  using BlocksHold::BlocksHold;
+  using BlocksClaim::BlocksClaim;
   void take() override { ledger_->grant(*blocks_); }
   void give_back() override { ledger_->end_grant(*blocks_); }
 };
 
-// Exclusive, and quarantined between final and drained.
-class ReservedBlocks final : public BlocksHold {
+// Exclusive; quarantined between final and drained.
+class ReservedBlocks final : public BlocksClaim {
  public:
-  using BlocksHold::BlocksHold;
+  using BlocksClaim::BlocksClaim;
   void take() override { ledger_->reserve(*blocks_); }
   void quarantine() override { ledger_->quarantine(*blocks_); }
   void give_back() override { ledger_->give_back(*blocks_); }
 };
 
-// Of a pull that waits for its grant: it knows how many blocks it will need, and has none of them.
-class NoBlocks final : public Hold {
+// The claim of a pull that waits for its grant: it knows how many blocks it will need, and has none yet.
+class NoBlocks final : public MemoryClaim {
  public:
   NoBlocks(const Ledger& ledger, uint32_t count) : ledger_(&ledger), count_(count) {}
   uint32_t count() const override { return count_; }
   Extent part(uint32_t, uint32_t) const override { throw Error(Code::internal, "a pull without blocks reads none"); }
   uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
-  uint64_t piece_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
+  uint64_t element_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
   const PoolInfo* pool() const override { return &ledger_->info(); }
   std::vector<uint32_t> maps() const override { return {}; }
   const char* obstacle(Lane) const override { return nullptr; }
@@ -94,26 +94,26 @@ class NoBlocks final : public Hold {
   uint32_t count_;
 };
 
-// Counted in each region that it touches. Checked when it is made; throws what Regions::check throws.
-class PiecesHold final : public Hold {
+// Counted in each region that it touches. The constructor checks it, and throws what Regions::check throws.
+class ElementsClaim final : public MemoryClaim {
  public:
-  PiecesHold(Regions& regions, PieceList list, RegionUse use, bool is_landing)
+  ElementsClaim(Regions& regions, ElementList list, RegionUse use, bool is_landing)
       : regions_(&regions), list_(std::move(list)), touched_(regions.check(list_, use)), is_landing_(is_landing) {}
   uint32_t count() const override { return list_.count(); }
   Extent part(uint32_t first, uint32_t count) const override { return list_.part(first, count); }
   uint64_t bytes(uint32_t first, uint32_t count) const override { return list_.bytes(first, count); }
-  uint64_t piece_bytes(uint32_t i) const override { return list_.ranges->bytes_of((*list_.ids)[i]); }
+  uint64_t element_bytes(uint32_t i) const override { return list_.ranges->bytes_of((*list_.ids)[i]); }
   std::vector<uint32_t> maps() const override { return touched_; }
   const char* obstacle(Lane lane) const override {
     if (lane != Lane::Mapped && lane != Lane::Cma && lane != Lane::Ucx) return nullptr;
     return regions_->obstacle(touched_, lane == Lane::Mapped);
   }
-  void take() override { regions_->hold(touched_, is_landing_); }
+  void take() override { regions_->claim(touched_, is_landing_); }
   void give_back() override { regions_->give_back(touched_, is_landing_); }
 
  private:
   Regions* regions_;
-  PieceList list_;
+  ElementList list_;
   std::vector<uint32_t> touched_;
   bool is_landing_;
 };

@@ -1,4 +1,4 @@
-"""What one peer can take of what all share, and how transfers spread over the sessions with one peer."""
+"""The quota of one peer in limits that all peers share, and how transfers spread over the sessions with one peer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def visit(end: Any, name: str, now: int) -> int:
 def host(limits: Any) -> Any:
     """An endpoint with region 9 that any holder of :data:`KEY` may visit."""
     end = _core.Endpoint(_core.AgentRef("host", 1, b"h" * 16), limits)
-    end.set_guest_key(KEY)
+    end.accept_bearer_key(KEY)
     end.add_region(_core.RegionInfo(9, 256))
     return end
 
@@ -50,8 +50,8 @@ def code_of(effects: list[Any]) -> str:
     return str(answer.code.name) if isinstance(answer, (_core.Done, _core.ErrorFrame)) else "taken"
 
 
-def test_all_guests_are_one_peer() -> None:
-    """Flaw: a guest chooses its name, and had a new share under each."""
+def test_all_bearer_peers_share_one_quota() -> None:
+    """Flaw: a bearer peer chooses its name, and had a new quota under each."""
     limits, grants = _core.EndpointLimits(), _core.GrantLimits()
     limits.transfers_max = 64
     grants.grants_max = 64
@@ -59,13 +59,13 @@ def test_all_guests_are_one_peer() -> None:
     end = host(limits)
     codes: dict[str, list[str]] = {"push": [], "fetch": []}
     for n in range(20):
-        session = visit(end, f"guest{n}", 1)
+        session = visit(end, f"bearer{n}", 1)
         codes["push"].append(code_of(end.on_frame(session, push(bytes([n]) * 16), 1)))
         pull = _core.Pull(bytes([100 + n]) * 16, 1, 5, Lane.STREAM, 0, 1, 0, bytes(32), 0)
         fetch = _core.Fetch(pull, _core.WireList([(9, 0, 16, 16, 1)]))
         codes["fetch"].append(code_of(end.on_frame(session, fetch, 1)))
     assert codes == {what: ["taken"] * 16 + ["overloaded"] * 4 for what in ("push", "fetch")}
-    # a peer that was named has a share of its own
+    # a peer that was named has a quota of its own
     named = _core.AgentRef("named", 1, b"n" * 16)
     end.set_peer(named, KEY, SessionKind.TCP)
     assert code_of(end.on_frame(visit(end, "named", 1), push(b"n" * 16), 1)) == "taken"
@@ -150,7 +150,7 @@ def test_connections_that_prove_nothing() -> None:
     assert pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)[1] == []
 
 
-def test_releases_of_what_never_was_push_out_only_each_other() -> None:
+def test_releases_of_unknown_grants_evict_only_each_other() -> None:
     limits = _core.GrantLimits()
     limits.tombstones_max = 8
     table = _core.GrantTable(limits)

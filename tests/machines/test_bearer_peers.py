@@ -1,4 +1,4 @@
-"""Guests: peers that nobody named, which hold this agent's metadata and prove it by its key."""
+"""Bearer peers: unregistered peers that hold this agent's metadata and prove it by its key."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
-GUEST_KEY = b"g" * 32
+BEARER_KEY = b"g" * 32
 OWN_KEY = b"n" * 32
 DATA = bytes(range(256))
 
 
-class GuestPair(RegionPair):
-    """``b`` knows ``a`` by its guest key; ``a`` knows nobody."""
+class BearerPair(RegionPair):
+    """``b`` knows ``a`` by its bearer key; ``a`` knows no peer."""
 
     def introduce(self, name: str) -> None:
         if name == "b":
-            self.ends["b"].set_peer(self.refs["a"], GUEST_KEY, _core.SessionKind.MEMORY)
+            self.ends["b"].set_peer(self.refs["a"], BEARER_KEY, _core.SessionKind.MEMORY)
         else:
-            self.ends["a"].set_guest_key(GUEST_KEY)
+            self.ends["a"].accept_bearer_key(BEARER_KEY)
 
 
-def ready_pair() -> GuestPair:
-    pair = GuestPair()
+def ready_pair() -> BearerPair:
+    pair = BearerPair()
     pair.add_region("a", 7, DATA)
     pair.add_region("b", 9, bytes(256))
     return pair
 
 
-def arrive(pair: GuestPair) -> int:
-    """The guest comes; ``a``'s session with it."""
+def arrive(pair: BearerPair) -> int:
+    """The bearer peer dials; ``a``'s session with it."""
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
     pair.run()
     assert pair.ends["a"].knows(pair.refs["b"])
@@ -53,7 +53,7 @@ def test_reads_writes_and_notifies_both_ways() -> None:
     assert pair.finals("b") == [("COMMITTED", "ok")]
     assert pair.memory["a"][7][32:48] == DATA[:16]
     assert [e.payload for e in pair.take("a", _core.NotifReceived)] == [b"n"]
-    # and the host of a guest may do the same, over the session that the guest opened
+    # and the host of a bearer peer may do the same, over the session that the bearer peer opened
     pair.post("a", "push", b"v" * 16, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
     pair.post("a", "fetch", b"w" * 16, [(7, 0, 16, 16, 1)], [(9, 16, 16, 16, 1)])
     pair.run()
@@ -64,17 +64,17 @@ def test_reads_writes_and_notifies_both_ways() -> None:
 
 
 def test_a_lane_of_another_kind_of_session_is_passed_over() -> None:
-    """Nobody knows where a guest could be dialed."""
+    """No agent knows an address of a bearer peer."""
     pair = ready_pair()
     arrive(pair)
     pair.post("a", "push", ID, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)], lanes=[Lane.CMA, Lane.STREAM, Lane.MEMORY])
     pair.run()
     (final,) = pair.take("a", _core.TransferFinal)
     assert (final.state.name, final.lane) == ("COMMITTED", Lane.MEMORY)
-    assert "guest" in final.lane_notes
+    assert "bearer" in final.lane_notes
 
 
-def test_an_idle_guest_is_forgotten_with_its_last_session() -> None:
+def test_an_idle_bearer_peer_is_forgotten_with_its_last_session() -> None:
     pair = ready_pair()
     session = arrive(pair)
     pair.do("a", pair.ends["a"].accepted(_core.SessionKind.MEMORY, b"3" * 32, pair.now)[1])
@@ -85,12 +85,12 @@ def test_an_idle_guest_is_forgotten_with_its_last_session() -> None:
     assert pair.ends["a"].counts().peers == 0
 
 
-def amid(op: str) -> GuestPair:
-    """The guest reads or writes eight pieces; two of them are in place."""
+def amid(op: str) -> BearerPair:
+    """The bearer peer reads or writes eight elements; two of them are in place."""
     limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
     transfers.read_bytes_max = grants.data_bytes_max = 32
     limits.transfers, limits.grants = transfers, grants
-    pair = GuestPair(limits)
+    pair = BearerPair(limits)
     pair.add_region("a", 7, DATA)
     pair.add_region("b", 9, DATA[::-1])
     pair.post("b", op, ID, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM], notification=b"n")
@@ -100,7 +100,7 @@ def amid(op: str) -> GuestPair:
 
 
 @pytest.mark.parametrize("op", ["fetch", "push"])
-def test_what_a_guest_has_begun_outlives_its_session(op: str) -> None:
+def test_bearer_peers_transfers_outlive_its_session(op: str) -> None:
     """Flaw: its grants and its writes ended with the session, and it had to begin anew."""
     pair = amid(op)
     pair.cut_all()
@@ -124,7 +124,7 @@ def test_what_a_guest_has_begun_outlives_its_session(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["fetch", "push"])
-def test_a_guest_that_stays_away_is_forgotten(op: str) -> None:
+def test_a_bearer_peer_that_stays_away_is_forgotten(op: str) -> None:
     pair = amid(op)
     a = pair.ends["a"]
     pair.do("a", a.notify(pair.refs["b"], b"are you there", pair.now)[1])
@@ -145,8 +145,8 @@ def test_a_guest_that_stays_away_is_forgotten(op: str) -> None:
     assert pair.remove_region("a", 7)
 
 
-def test_who_comes_under_the_name_of_a_guest_learns_nothing_of_it() -> None:
-    """An answer that has the id of a guest's write goes where that write was asked for, or nowhere."""
+def test_peer_that_reuses_a_bearer_peers_name_gets_no_answer_of_it() -> None:
+    """An answer with the id of a bearer peer's write goes only to the session that asked for that write."""
     pair = amid("push")
     pair.reachable = False
     pair.cut_all()
@@ -162,17 +162,17 @@ def test_who_comes_under_the_name_of_a_guest_learns_nothing_of_it() -> None:
     assert [e.code for e in pair.take("a", _core.OfferEnded)] == [Code.grant_revoked]
 
 
-def test_many_guests_that_left_are_not_kept() -> None:
+def test_many_bearer_peers_that_left_are_not_kept() -> None:
     """Each had something under way; the first that left goes first, and all of them once their time is over."""
     limits = _core.EndpointLimits()
     limits.sessions_max = 64
-    pair = GuestPair(limits)
+    pair = BearerPair(limits)
     pair.add_region("a", 7, DATA)
     a, count = pair.ends["a"], 40
     for i in range(count):
-        guest = _core.AgentRef(f"g{i}", 1, bytes([i]) * 16)
-        end = _core.Endpoint(guest, _core.EndpointLimits())
-        end.set_peer(pair.refs["a"], GUEST_KEY, _core.SessionKind.MEMORY)
+        bearer = _core.AgentRef(f"g{i}", 1, bytes([i]) * 16)
+        end = _core.Endpoint(bearer, _core.EndpointLimits())
+        end.set_peer(pair.refs["a"], BEARER_KEY, _core.SessionKind.MEMORY)
         theirs, hello = end.dialed(pair.refs["a"], _core.SessionKind.MEMORY, b"1" * 32, pair.now)
         mine, _ = a.accepted(_core.SessionKind.MEMORY, b"2" * 32, pair.now)
         said = [effect.frame for effect in hello]
@@ -185,13 +185,13 @@ def test_many_guests_that_left_are_not_kept() -> None:
     kept = a.counts().peers
     assert 0 < kept < count
     assert not a.knows(_core.AgentRef("g0", 1, bytes(16)))
-    assert a.knows(guest)
+    assert a.knows(bearer)
     assert a.counts().grants.alive == kept
     pair.advance(11 * S)
     assert (a.counts().peers, a.counts().grants.alive) == (0, 0)
 
 
-def test_a_guest_that_is_named_while_it_is_away_stays() -> None:
+def test_a_bearer_peer_that_is_named_while_it_is_away_stays() -> None:
     pair = amid("fetch")
     pair.reachable = False
     pair.cut_all()
@@ -200,9 +200,9 @@ def test_a_guest_that_is_named_while_it_is_away_stays() -> None:
     assert pair.ends["a"].knows(pair.refs["b"])
 
 
-def test_a_wrong_key_is_no_guest() -> None:
+def test_peer_with_a_wrong_bearer_key_is_refused() -> None:
     pair = ready_pair()
-    pair.ends["a"].set_guest_key(b"x" * 32)
+    pair.ends["a"].accept_bearer_key(b"x" * 32)
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
     pair.run()
     assert not pair.ends["a"].knows(pair.refs["b"])
@@ -211,9 +211,9 @@ def test_a_wrong_key_is_no_guest() -> None:
 
 
 def test_two_that_hold_each_others_metadata_dial_each_other() -> None:
-    """Each names the other with the other's key; whoever dials proves the key of the one that is dialed."""
+    """Each names the other with the other's key; the dialer proves the key of the agent that it dials."""
     pair = ready_pair()
-    pair.ends["b"].set_guest_key(b"n" * 32)
+    pair.ends["b"].accept_bearer_key(b"n" * 32)
     pair.ends["a"].set_peer(pair.refs["b"], b"n" * 32, _core.SessionKind.MEMORY)
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
     pair.run()
@@ -225,7 +225,7 @@ def test_two_that_hold_each_others_metadata_dial_each_other() -> None:
 
 
 def test_a_name_opens_no_grant() -> None:
-    """A grant of blocks names its reader; a guest may call itself what it likes."""
+    """A grant of blocks names its reader; a bearer peer may call itself what it likes."""
     pair = ready_pair()
     a = pair.ends["a"]
     pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
@@ -242,7 +242,7 @@ def test_a_name_opens_no_grant() -> None:
     assert a.counts().grants.waiting_pulls == 0
 
 
-def claimed_pair() -> GuestPair:
+def claimed_pair() -> BearerPair:
     """``a`` named an agent ``b`` whose own key is another: the ``b`` here only holds ``a``'s metadata, and its name."""
     pair = ready_pair()
     pair.ends["a"].set_peer(pair.refs["b"], OWN_KEY, _core.SessionKind.MEMORY)
@@ -250,7 +250,7 @@ def claimed_pair() -> GuestPair:
 
 
 def test_a_claimed_name_gets_nothing_that_was_posted_to_it() -> None:
-    """Flaw: a session proven by the guest key carried what was for the named peer."""
+    """Flaw: a session proven by the bearer key carried what was for the named peer."""
     pair = claimed_pair()
     a = pair.ends["a"]
     pair.reachable = False
@@ -284,10 +284,10 @@ def test_a_claimed_name_opens_no_grant() -> None:
     assert a.counts().grants.waiting_pulls == 0
 
 
-def mutual_pair() -> GuestPair:
+def mutual_pair() -> BearerPair:
     """Each holds the other's metadata."""
     pair = claimed_pair()
-    pair.ends["b"].set_guest_key(OWN_KEY)
+    pair.ends["b"].accept_bearer_key(OWN_KEY)
     return pair
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.kernel import lends_on_unix
+from tests.support.kernel import has_zero_copy_on_unix
 from tests.support.native.nodes import DIGEST
 from tests.support.native.own_sockets import own_sockets, ports
 from tests.support.native.rawpeer import KEY, RawPeer
@@ -27,7 +27,10 @@ NewId = Callable[[], bytes]
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
 LANES = [
     STREAM,
-    pytest.param(UNIX, marks=pytest.mark.skipif(not lends_on_unix(), reason="Unix sockets lend from Linux 6.5 on")),
+    pytest.param(
+        UNIX,
+        marks=pytest.mark.skipif(not has_zero_copy_on_unix(), reason="Unix sockets send zero-copy from Linux 6.5 on"),
+    ),
 ]
 BOTH = pytest.mark.parametrize("lane", LANES)
 TOTAL = 8 << 20
@@ -68,7 +71,7 @@ def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: in
     "options",
     [
         pytest.param({"block_bytes": 65536, "is_exposed": False}, id="exposure-is-grant"),
-        pytest.param({"block_bytes": 65536, "is_exposed": True, "checks": True}, id="with-checksums"),
+        pytest.param({"block_bytes": 65536, "is_exposed": True, "has_checksums": True}, id="with-checksums"),
         pytest.param({"block_bytes": 1024, "is_exposed": True}, id="too-small"),
         pytest.param(
             {"block_bytes": 4096, "is_exposed": True, "segments": [(512, 4096, 4096)], "region_bytes": TOTAL + 4096},
@@ -76,7 +79,9 @@ def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: in
         ),
     ],
 )
-def test_what_is_copied(nodes: Any, new_id: NewId, options: dict[str, Any], lane: Any) -> None:
+def test_small_checksummed_or_unexposed_blocks_are_copied(
+    nodes: Any, new_id: NewId, options: dict[str, Any], lane: Any
+) -> None:
     p, _, _ = move(nodes, new_id(), lane=lane, **options)
     assert (spliced(p), p.core.statistics().bytes_streamed_out) == (0, TOTAL)
 
@@ -108,7 +113,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId, lane: Any) -> N
     p.fill_random()
     d.fill(0xEE)
     first, second = new_id(), new_id()
-    p.grant(first, [0])  # 64 KiB are not lent: no pipe is there yet
+    p.grant(first, [0])  # 64 KiB are not sent zero-copy: no pipe is there yet
     d.pull(first, p, [0], lanes=[lane])
     assert d.wait_drained(first).state == native.TransferState.COMMITTED
     p.grant(second, np.arange(1, 64))
@@ -129,7 +134,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId, lane: Any) -> N
 
 
 def narrow(node: Any) -> None:
-    """A Unix socket takes pieces of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
+    """A Unix socket takes chunks of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
     with contextlib.ExitStack() as opened:
         for end in own_sockets(opened):
             if end.family == socket.AF_UNIX and end.getsockname() == node.core.unix_path:
@@ -144,7 +149,7 @@ def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterato
     node.fill_random()
     lane, peer, transfer = request.param, RawPeer(), new_id()
     is_unix = lane == UNIX
-    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nobody" if is_unix else "")
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nowhere" if is_unix else "")
     with contextlib.closing(peer):
         peer.dial(node.core, kind=native.SessionKind.UNIX if is_unix else native.SessionKind.TCP)
         assert peer.socket is not None
@@ -160,7 +165,7 @@ def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterato
 def take_all(peer: RawPeer) -> bytes:
     payload = b""
     while len(payload) < TOTAL:
-        assert peer.hear(native.Data).is_lent
+        assert peer.hear(native.Data).is_zero_copy
         payload += peer.payload
     return payload
 
@@ -178,7 +183,7 @@ def test_the_reader_has_to_ask(asking: tuple[Any, RawPeer, bytes]) -> None:
 
 
 @pytest.mark.parametrize("asking", LANES[1:], indirect=True)
-def test_a_descriptor_behind_lent_blocks(asking: tuple[Any, RawPeer, bytes], new_id: NewId) -> None:
+def test_a_descriptor_behind_zero_copy_blocks(asking: tuple[Any, RawPeer, bytes], new_id: NewId) -> None:
     """What has to be said with a descriptor waits for the blocks that are under way, and loses neither them nor it."""
     node, peer, _ = asking
     other = new_id()
@@ -197,7 +202,7 @@ def test_a_descriptor_behind_lent_blocks(asking: tuple[Any, RawPeer, bytes], new
     assert os.pread(descriptor, node.memory.size, 0) == node.memory.tobytes()
 
 
-def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
+def test_read_after_the_grant_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
     """The kernel has references to megabytes whose grant ends, and whose owner puts other blocks there."""
     node, peer, transfer = asking
     wait_until(lambda: spliced(node) != 0)
@@ -209,7 +214,9 @@ def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[A
     read = b""
     while not isinstance(frame := peer.hear(object), native.Revoke):
         read += peer.payload if isinstance(frame, native.Data) else b""
-    assert read[:65536] == b"\x55" * 65536 != granted[:65536], "lent bytes are those that are there when they are read"
+    assert read[:65536] == b"\x55" * 65536 != granted[:65536], (
+        "zero-copy bytes are those that are there when they are read"
+    )
     peer.say(native.Confirm(transfer, 5))
     assert peer.hear(native.Verdict).code == native.Code.grant_revoked
 
@@ -283,7 +290,7 @@ def thread_seconds() -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def test_what_is_lent_and_revoked_is_not_sent_for_what_comes_next(asking: tuple[Any, RawPeer, bytes]) -> None:
+def test_revoked_zero_copy_blocks_are_not_sent_with_the_next_grant(asking: tuple[Any, RawPeer, bytes]) -> None:
     """Part of a frame waits behind a full socket when its grant ends; then another goes over that connection."""
     node, peer, transfer = asking
     wait_until(lambda: spliced(node) != 0)

@@ -1,5 +1,6 @@
-"""Every fault amid blocks that are lent: large ones that the kernel takes from their owner's pages only when the reader
-reads them, on `stream` and `unix`. What their owner puts there meanwhile may be read, and is never committed.
+"""Every fault amid blocks that are sent zero-copy: large ones that the kernel takes from their owner's pages only when
+the reader reads them, on `stream` and `unix`. Bytes that the owner writes there meanwhile may be read, but are
+never committed.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import pytest
 
 from tests.support.faults import posts
 from tests.support.faults.fault_proxy import CONFIRM, DATA
-from tests.support.faults.lanes import LENDING, at_once, on_all_lanes
+from tests.support.faults.lanes import ZERO_COPY_LANES, at_once, on_all_lanes
 from tests.support.faults.phase_fixture import MARGIN_S, PAINT
 from tests.support.faults.posts import PATIENT, PostFixture, Rule, lose_a_writer
 
 pytestmark = pytest.mark.no_sanitizer
 
-SIZE, PIECE = 16 << 20, 64 << 10
+SIZE, ELEMENT = 16 << 20, 64 << 10
 """More than what two sockets hold, and frames of 1 MiB."""
 READ_LATER = range(256, 384)
-"""Blocks of 4 KiB that a TCP socket holds when the first byte has come: more than the proxy has read, and lent."""
+"""Blocks of 4 KiB that a TCP socket holds when the first byte has come: not yet read by the proxy."""
 DEADLINE_S = 4.0
 MOMENTS = {"first": 1, "middle": SIZE // 2 + 9}
 
@@ -29,25 +30,27 @@ late = pytest.mark.parametrize("deadline_s", [DEADLINE_S], ids=["late"])
 
 
 def rules_of(op: str) -> dict[str, Rule]:
-    """In each of these phases the bytes are lent, and their owner has not said yet that they are the right ones."""
+    """In each of these phases the bytes are sent zero-copy, and their owner has not confirmed them yet."""
     way, back = ("from", "to") if op == "READ" else ("to", "from")
     return {**{name: (way, DATA, count) for name, count in MOMENTS.items()}, "confirming": (back, CONFIRM, 0)}
 
 
 def make(lane: str, op: str, limits: dict[str, float], deadline_s: float) -> PostFixture:
-    fixture = PostFixture(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, piece=PIECE)
-    lent = sum(lent_by(sender) for sender in ([fixture.remote] if op == "READ" else fixture.near.values()))
-    assert SIZE < lent < len(fixture.rules) * SIZE, "nothing is held while it is sent"
+    fixture = PostFixture(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, element=ELEMENT)
+    referenced = sum(
+        zero_copy_bytes(sender) for sender in ([fixture.remote] if op == "READ" else fixture.near.values())
+    )
+    assert SIZE < referenced < len(fixture.rules) * SIZE, "nothing is held while it is sent"
     return fixture
 
 
-def lent_by(sender: Any) -> int:
+def zero_copy_bytes(sender: Any) -> int:
     """All that it has sent, in bytes, once its sockets are full."""
     last, end = -1, time.monotonic() + MARGIN_S
     while True:
         sent = sender.statistics()
         if 0 < sent["bytes_streamed_out"] == last:
-            assert sent["bytes_spliced_out"] == last, "its blocks are not lent"
+            assert sent["bytes_spliced_out"] == last, "its blocks are not sent zero-copy"
             return last
         assert time.monotonic() < end, "it sends nothing, or does not stop"
         last = sent["bytes_streamed_out"]
@@ -66,7 +69,7 @@ def deadline_s() -> float:
 
 @pytest.fixture
 def fixtures(limits: dict[str, float], deadline_s: float) -> Iterator[dict[str, PostFixture]]:
-    cases = {f"{lane} {op}": (lane, op) for lane in LENDING for op in ("READ", "WRITE")}
+    cases = {f"{lane} {op}": (lane, op) for lane in ZERO_COPY_LANES for op in ("READ", "WRITE")}
     made = at_once(lambda case: make(*case, limits, deadline_s), cases)
     yield made
     at_once(PostFixture.close, made)
@@ -101,8 +104,8 @@ def test_taken_back_there(fixture: PostFixture) -> None:
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])
 def test_a_writer_that_is_gone(fault: str) -> None:
-    """Whoever is lent to is rid of a dead or hanging lender in bounded time, and gets its memory back."""
+    """The receiver drops a dead or hanging zero-copy sender in bounded time, and gets its memory back."""
     at_once(
-        lambda lane: lose_a_writer(lane, fault, rules_of("WRITE"), size=SIZE, piece=PIECE),
-        {lane: lane for lane in LENDING},
+        lambda lane: lose_a_writer(lane, fault, rules_of("WRITE"), size=SIZE, element=ELEMENT),
+        {lane: lane for lane in ZERO_COPY_LANES},
     )

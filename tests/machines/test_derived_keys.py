@@ -1,4 +1,4 @@
-"""Peers that nobody named, where all who hold one secret are let in."""
+"""Unregistered peers that prove a session key derived from the cluster secret."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = session_root(b"the token")
 ID = b"t" * 16
 
 
-class RootPair(Pair):
-    """``b`` knows ``a``; ``a`` knows nobody, and the root."""
+class DerivedKeyPair(Pair):
+    """``b`` knows ``a``; ``a`` knows the cluster secret and no peer."""
 
     def __init__(self, root: bytes = ROOT, limits: Any = None) -> None:
         self.root = root
@@ -31,7 +31,7 @@ class RootPair(Pair):
             key = session_key(ROOT, read_ref(self.refs["a"]), read_ref(self.refs["b"]))
             self.ends["b"].set_peer(self.refs["a"], key, _core.SessionKind.MEMORY)
         else:
-            self.ends["a"].set_root(self.root)
+            self.ends["a"].accept_derived_keys(self.root)
 
     def greet(self) -> list[bytes]:
         """``b`` says something; what ``a`` has heard."""
@@ -40,8 +40,8 @@ class RootPair(Pair):
         return [event.payload for event in self.take("a", _core.NotifReceived)]
 
 
-def test_whoever_proves_the_pairs_key_is_a_peer_like_any_other() -> None:
-    pair = RootPair()
+def test_peer_that_proves_its_derived_key_is_accepted() -> None:
+    pair = DerivedKeyPair()
     a, b = pair.ends["a"], pair.refs["b"]
     assert pair.greet() == [b"hello"]
     assert [event.peer for event in pair.take("a", _core.SessionUp)] == [b]
@@ -52,9 +52,9 @@ def test_whoever_proves_the_pairs_key_is_a_peer_like_any_other() -> None:
     assert len(pair.take("b", _core.ReadBlocks)) == 1
 
 
-def test_it_stays_known_when_its_session_ends() -> None:
+def test_derived_key_peer_stays_known_when_its_session_ends() -> None:
     """It may come again: what it was granted does not end with a connection."""
-    pair = RootPair()
+    pair = DerivedKeyPair()
     pair.greet()
     pair.cut_all()
     assert pair.ends["a"].knows(pair.refs["b"])
@@ -62,15 +62,15 @@ def test_it_stays_known_when_its_session_ends() -> None:
     assert pair.greet() == [b"hello"]
 
 
-def test_another_secret_lets_nobody_in() -> None:
-    pair = RootPair(session_root(b"another token"))
+def test_peer_with_another_secret_is_refused() -> None:
+    pair = DerivedKeyPair(session_root(b"another token"))
     assert pair.greet() == []
     assert not pair.ends["a"].knows(pair.refs["b"])
     assert [event.code for event in pair.take("b", _core.Hangup)] == [Code.unauthenticated]
 
 
-def test_a_core_has_guests_or_a_root() -> None:
-    for first, second in (("set_root", "set_guest_key"), ("set_guest_key", "set_root")):
+def test_bearer_key_and_derived_keys_exclude_each_other() -> None:
+    for first, second in (("accept_derived_keys", "accept_bearer_key"), ("accept_bearer_key", "accept_derived_keys")):
         end = _core.Endpoint(_core.AgentRef("a", 1, b"n" * 16), _core.EndpointLimits())
         getattr(end, first)(ROOT)
         getattr(end, first)(ROOT)
@@ -91,7 +91,7 @@ def test_the_core_derives_the_keys_that_python_does(ours: Any, theirs: Any, root
     if ours == theirs:
         return
     end = _core.Endpoint(ours, _core.EndpointLimits())
-    end.set_root(root)
+    end.accept_derived_keys(root)
     dialer = _core.Endpoint(theirs, _core.EndpointLimits())
     dialer.set_peer(ours, session_key(root, read_ref(ours), read_ref(theirs)), _core.SessionKind.TCP)
     mine, (hello,) = dialer.dialed(ours, _core.SessionKind.TCP, b"1" * 32, 1)

@@ -1,5 +1,5 @@
-// What the owner of an endpoint was told of grants, transfers and offers: each end once, nothing out of order, and no commit
-// that no peer confirmed.
+// A model of an endpoint's owner: each grant, transfer and offer ends once, no event is out of order, and no commit comes without a
+// peer's confirmation.
 #pragma once
 
 #include <set>
@@ -10,16 +10,16 @@
 
 namespace kvxfer::fuzz {
 
-class OwnerBook {
+class OwnerModel {
  public:
   void granted(const TransferId& id) { begin(id, granted_, ended_, ended_, "an id is granted again whose grant is not over"); }
   void posted(const TransferId& id) { begin(id, posted_, final_, drained_, "an id is posted again that is not over"); }
-  // A peer's frame, before the endpoint has it.
+  // A frame of a peer, before the endpoint gets it.
   void heard(const Frame& frame) {
     if (const auto* verdict = std::get_if<Verdict>(&frame); verdict != nullptr && verdict->code == Code::ok) oks_.insert(verdict->id);
     if (const auto* done = std::get_if<Done>(&frame); done != nullptr && done->code == Code::ok) oks_.insert(done->id);
   }
-  // A read into its memory is under way, and is over.
+  // A read into its memory begins, and ends.
   void begin_landing(const TransferId& id) { check(landing_.insert(id).second, "two reads of one transfer at once"); }
   void end_landing(const TransferId& id) { landing_.erase(id); }
 
@@ -29,19 +29,19 @@ class OwnerBook {
   }
   void told(const TransferFinal& e) {
     check(is_final(e.state) && posted_.count(e.id) != 0 && final_.insert(e.id).second, "a transfer is final twice, or was never asked for");
-    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "a transfer committed that nobody confirmed");
+    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "a transfer committed without a confirmation");
   }
   void told(const TransferDrained& e) {
     check(final_.count(e.id) != 0 && drained_.insert(e.id).second, "a transfer drained before it was final, or twice");
     check(landing_.count(e.id) == 0, "blocks are given back that are still being filled");
   }
-  // What came with a push is told just before its bytes are said to be there.
+  // A push's notification comes just before the report that its bytes are there.
   void told(const NotifReceived& e) {
     if (e.seq == 0) pushed_by_ = e.from;
   }
   void told(const OfferEnded& e) {
     if (const auto from = std::exchange(pushed_by_, std::nullopt)) check(*from == e.from && e.state == TransferState::Committed, "a push is told of that is not committed");
-    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "an offer committed that nobody confirmed");
+    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "an offer committed without a confirmation");
   }
   template <class T>
   void told(const T&) {}
@@ -55,7 +55,7 @@ class OwnerBook {
   }
 
  private:
-  // Ids of what ended long ago are forgotten, and may come again.
+  // Ids of early ends are forgotten, and may be used again.
   static void begin(const TransferId& id, std::set<TransferId>& begun, std::set<TransferId>& ended, std::set<TransferId>& over, const char* rule) {
     if (!begun.insert(id).second) check(over.erase(id) != 0, rule);
     ended.erase(id);

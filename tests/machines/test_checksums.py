@@ -1,4 +1,4 @@
-"""Checksums: who gives them, who asks for them, and that bytes which do not fit them never commit."""
+"""Checksums: which side gives them, which side asks for them, and that bytes that do not match never commit."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_corrupted_bytes_never_commit(op: str, lane: Any) -> None:
     name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
     if op == "push":
         name, local, remote = "a", remote, local
-    pair.post(name, op, ID, local, remote, lanes=[lane], wants_sums=True, notification=b"n")
+    pair.post(name, op, ID, local, remote, lanes=[lane], wants_checksums=True, notification=b"n")
     pair.corrupts = flip
     pair.run()
     assert pair.finals(name) == [("FAILED", "checksum")]
     assert pair.take("b" if op == "push" else "a", _core.NotifReceived) == []
     pair.corrupts = lambda data: data
-    pair.post(name, op, b"u" * 16, local, remote, lanes=[lane], wants_sums=True)
+    pair.post(name, op, b"u" * 16, local, remote, lanes=[lane], wants_checksums=True)
     pair.run()
     assert pair.finals(name) == [("COMMITTED", "ok")]
     for end in pair.ends.values():
@@ -59,10 +59,10 @@ def test_corrupted_bytes_never_commit(op: str, lane: Any) -> None:
 
 def test_payload_that_must_have_sums_and_has_none_is_thrown_away() -> None:
     pair = ready_pair()
-    pair.post("b", "fetch", ID, [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)], lanes=[Lane.STREAM], wants_sums=True)
+    pair.post("b", "fetch", ID, [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)], lanes=[Lane.STREAM], wants_checksums=True)
     pair.pump()
     (send,) = pair.take("a", _core.SendData)
-    assert (send.frame.has_sums, send.frame.payload_bytes, send.sums) == (True, 4 * 16 + 4 * 4, [])
+    assert (send.frame.has_checksums, send.frame.payload_bytes, send.checksums) == (True, 4 * 16 + 4 * 4, [])
     session = next(session for name, session in pair.peer_session if name == "b")
     bare = _core.Data(ID, send.frame.attempt, 0, 4, True, 4 * 16)
     assert pair.ends["b"].data_arrives(session, bare, pair.now).token == 0
@@ -71,13 +71,13 @@ def test_payload_that_must_have_sums_and_has_none_is_thrown_away() -> None:
     assert pair.ends["b"].data_arrives(session, send.frame, pair.now).token != 0
 
 
-SUMS = [zlib.crc32(bytes([n]) * 16) for n in range(4)]
+CHECKSUMS = [zlib.crc32(bytes([n]) * 16) for n in range(4)]
 
 
-def pull(pair: CheckedPair, *lanes: Any, pool: int = 2, wants_sums: bool = False) -> None:
+def pull(pair: CheckedPair, *lanes: Any, pool: int = 2, wants_checksums: bool = False) -> None:
     b = pair.ends["b"]
     spec = (ID, pair.refs["a"], pool, [8, 9, 10, 11], 0, list(lanes), pair.now + 600 * S, 7, pair.now)
-    pair.do("b", b.pull(*spec, wants_sums=wants_sums))
+    pair.do("b", b.pull(*spec, wants_checksums=wants_checksums))
     pair.pump()
 
 
@@ -92,10 +92,10 @@ def test_the_owners_sums_go_beside_the_ids() -> None:
     grant(pair)
     pull(pair, Lane.MEMORY)
     for known in (2, 4):
-        pair.do("a", a.ready(ID, known, 0, known == 4, pair.now, SUMS[known - 2 : known]))
+        pair.do("a", a.ready(ID, known, 0, known == 4, pair.now, CHECKSUMS[known - 2 : known]))
         pair.pump()
         (read,) = pair.take("b", _core.ReadBlocks)
-        assert (read.from_blocks, read.sums) == ([known - 2, known - 1], SUMS[known - 2 : known])
+        assert (read.from_blocks, read.checksums) == ([known - 2, known - 1], CHECKSUMS[known - 2 : known])
         if known == 2:
             pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
     pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.checksum, "block 2", pair.now))
@@ -105,12 +105,12 @@ def test_the_owners_sums_go_beside_the_ids() -> None:
 
 
 def test_a_pool_with_checks_takes_nothing_unchecked() -> None:
-    """Where the source gave no sums, a lane that reads by itself is left for one on which it sends them."""
+    """Where the source gave no checksums, a lane that reads by itself is left for one on which it sends them."""
     pair = ready_pair()
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.MEMORY, Lane.STREAM)
-    pair.do("a", a.ready(ID, 1, 0, False, pair.now, SUMS[:1]))
+    pair.do("a", a.ready(ID, 1, 0, False, pair.now, CHECKSUMS[:1]))
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
     pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
@@ -118,7 +118,7 @@ def test_a_pool_with_checks_takes_nothing_unchecked() -> None:
     pair.pump()
     assert pair.take("b", _core.ReadBlocks) == []
     (send,) = pair.take("a", _core.SendData)
-    assert (send.frame.has_sums, send.frame.first, send.frame.count) == (True, 1, 3)
+    assert (send.frame.has_checksums, send.frame.first, send.frame.count) == (True, 1, 3)
     session = next(theirs for key, (_, theirs) in pair.peer_session.items() if key == ("a", send.session))
     landing = pair.ends["b"].data_arrives(session, send.frame, pair.now)
     pair.do("b", pair.ends["b"].read_landed(ID, landing.token, pair.now))
@@ -139,25 +139,25 @@ def test_without_a_lane_that_checks_there_is_none() -> None:
     assert (final.code, final.blocks_done) == (Code.no_lane, 0)
 
 
-def test_what_the_source_says_of_its_blocks_is_looked_at_without_being_asked_for() -> None:
+def test_announced_checksums_are_verified_without_a_request() -> None:
     pair = ready_pair()
     grant(pair)
     pull(pair, Lane.MEMORY, pool=1)
-    pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now, SUMS))
+    pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now, CHECKSUMS))
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
-    assert read.sums == SUMS
+    assert read.checksums == CHECKSUMS
 
 
 @pytest.mark.parametrize(("lane", "checked"), [(Lane.STREAM, 4), (Lane.MEMORY, 0)])
 @pytest.mark.parametrize("op", ["fetch", "push"])
 def test_a_post_says_how_much_of_it_was_checked(op: str, lane: Any, checked: int) -> None:
-    """Registered memory that is read by its reader alone has no sums."""
+    """Registered memory that is read by its reader alone has no checksums."""
     pair = ready_pair()
     name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
     if op == "push":
         name, local, remote = "a", remote, local
-    pair.post(name, op, ID, local, remote, lanes=[lane], wants_sums=True)
+    pair.post(name, op, ID, local, remote, lanes=[lane], wants_checksums=True)
     pair.run()
     (final,) = pair.take(name, _core.TransferFinal)
     assert (final.state.name, final.blocks_done, final.blocks_checked) == ("COMMITTED", 4, checked)
@@ -168,28 +168,28 @@ def test_stream_takes_the_owners_sums_or_has_them_computed() -> None:
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.STREAM)
-    pair.do("a", a.ready(ID, 2, 0, False, pair.now, SUMS[:2]))
+    pair.do("a", a.ready(ID, 2, 0, False, pair.now, CHECKSUMS[:2]))
     (send,) = pair.take("a", _core.SendData)
-    assert (send.frame.has_sums, send.sums) == (True, SUMS[:2])
+    assert (send.frame.has_checksums, send.checksums) == (True, CHECKSUMS[:2])
     pair.do("a", a.ready(ID, 4, 0, True, pair.now))
     pair.do("a", a.data_sent(send.session, ID, 1, 2, pair.now))
     (send,) = pair.take("a", _core.SendData)
-    assert (send.frame.has_sums, send.sums) == (True, [])
+    assert (send.frame.has_checksums, send.checksums) == (True, [])
 
 
-@pytest.mark.parametrize("wants_sums", [False, True])
-def test_a_reader_can_ask_where_the_pool_does_not(wants_sums: bool) -> None:
+@pytest.mark.parametrize("wants_checksums", [False, True])
+def test_a_reader_can_ask_where_the_pool_does_not(wants_checksums: bool) -> None:
     pair = ready_pair()
     grant(pair, pool=1)
-    pull(pair, Lane.STREAM, pool=1, wants_sums=wants_sums)
+    pull(pair, Lane.STREAM, pool=1, wants_checksums=wants_checksums)
     pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now))
     (send,) = pair.take("a", _core.SendData)
-    assert send.frame.has_sums is wants_sums
+    assert send.frame.has_checksums is wants_checksums
 
 
-def test_sums_are_of_what_became_ready() -> None:
+def test_ready_takes_checksums_of_the_new_blocks_only() -> None:
     pair = ready_pair()
     grant(pair)
     with pytest.raises(InvalidArgumentError, match="checksum"):
-        pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:3])
-    pair.do("a", pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:2]))
+        pair.ends["a"].ready(ID, 2, 0, False, pair.now, CHECKSUMS[:3])
+    pair.do("a", pair.ends["a"].ready(ID, 2, 0, False, pair.now, CHECKSUMS[:2]))

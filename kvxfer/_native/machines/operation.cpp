@@ -1,4 +1,4 @@
-#include "post.hpp"
+#include "operation.hpp"
 
 #include <algorithm>
 
@@ -8,20 +8,20 @@ namespace {
 constexpr Nanos kDialBackoff = 20 * kMillisecond;
 constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
 constexpr uint32_t kSilencesMax = 4;
-constexpr uint32_t kFutileMax = 8;  // sessions that are lost at once: by then the peer counts as out of reach
+constexpr uint32_t kFutileMax = 8;  // sessions lost at once: then the peer counts as unreachable
 
 Nanos backoff(uint32_t before) { return std::min(kDialBackoff << std::min(before, 16u), kDialBackoffMax); }
 
 }  // namespace
 
-Post::Post(Way way, TransferLimits limits, Nanos now)
-    : way_(std::move(way)), limits_(limits), posted_at_(now), heard_at_(now), dial_at_(now), unreachable_since_(now) {
-  if (way_.lanes.size() > kLaneMax) throw Error(Code::invalid_argument, "more lanes are named than there are");
-  if (way_.lanes.empty()) throw Error(Code::no_lane, "no lane is allowed for this transfer");
-  if (way_.deadline <= now) throw Error(Code::invalid_argument, "the deadline has passed already");
+Operation::Operation(Route route, TransferLimits limits, Nanos now)
+    : route_(std::move(route)), limits_(limits), began_at_(now), heard_at_(now), dial_at_(now), unreachable_since_(now) {
+  if (route_.lanes.size() > kLaneMax) throw Error(Code::invalid_argument, "more lanes are named than there are");
+  if (route_.lanes.empty()) throw Error(Code::no_lane, "no lane is allowed for this transfer");
+  if (route_.deadline <= now) throw Error(Code::invalid_argument, "the deadline has passed already");
 }
 
-void Post::session_up(SessionId session, bool is_mapped, Nanos now, Effects& out) {
+void Operation::session_up(SessionId session, bool is_mapped, Nanos now, Effects& out) {
   if (is_final(state_)) return;
   session_ = session;
   is_mapped_ = is_mapped;
@@ -35,7 +35,7 @@ void Post::session_up(SessionId session, bool is_mapped, Nanos now, Effects& out
   on_session(now, out);
 }
 
-void Post::session_lost(Nanos now) {
+void Operation::session_lost(Nanos now) {
   session_ = 0;
   if (is_final(state_)) return;
   on_session_lost();
@@ -45,11 +45,11 @@ void Post::session_lost(Nanos now) {
   if (++futile_ > kFutileMax) unreachable_text_ = ": its sessions end before anything is read";
 }
 
-void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
+void Operation::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
   if (is_final(state_) || session_ != 0) return;
-  // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
+  // A Unix socket that refuses us will go on refusing; an owner that does not know us yet will learn of us.
   const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
-  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < way_.lanes.size())) return next_lane(text, now, out);
+  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
   unreachable_text_ = ": " + text;
   if (now - unreachable_since_ >= limits_.reconnect_ns) {
@@ -58,12 +58,12 @@ void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& o
   dial_at_ = now + backoff(dials_failed_++);
 }
 
-void Post::note_lane(const std::string& why) {
+void Operation::note_lane(const std::string& why) {
   if (!lane_notes_.empty()) lane_notes_ += "; ";
   lane_notes_ += why;
 }
 
-void Post::leave_lane(Nanos now, Effects& out) {
+void Operation::leave_lane(Nanos now, Effects& out) {
   if (session_ != 0) {
     leave(out);
     on_session_lost();
@@ -74,23 +74,23 @@ void Post::leave_lane(Nanos now, Effects& out) {
   futile_ = 0;
 }
 
-void Post::next_lane(const std::string& why, Nanos now, Effects& out) {
+void Operation::next_lane(const std::string& why, Nanos now, Effects& out) {
   note_lane(why);
-  if (lane_ + 1 == way_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
+  if (lane_ + 1 == route_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
   leave_lane(now, out);
   ++lane_;
 }
 
-void Post::tick(Nanos now, Effects& out) {
+void Operation::tick(Nanos now, Effects& out) {
   if (is_final(state_)) return;
-  if (now >= way_.deadline) return fail(Code::deadline, deadline_word(), now, out);
+  if (now >= route_.deadline) return fail(Code::deadline, deadline_word(), now, out);
   if (session_ == 0) {
     if (now - unreachable_since_ >= limits_.reconnect_ns && !is_reading()) {
       fail(unreachable_code_, std::string("cannot reach the ") + peer_word() + unreachable_text_, now, out);
     }
     return;
   }
-  if (now >= give_up_at()) return give_up(now, out);
+  if (now >= engine_deadline()) return on_engine_silent(now, out);
   if (now >= keep_at()) keep(now, out);
   if (is_final(state_)) return;
   if (!is_reading() && now - heard_at_ >= patience()) {
@@ -99,18 +99,18 @@ void Post::tick(Nanos now, Effects& out) {
   }
 }
 
-// Asking again makes the source send again. On a wire that is only slow, and shared with others, that would throw away
-// what is under way, for ever: so each question that brought no bytes is given twice as long as the one before.
-Nanos Post::patience() const { return limits_.stall_ns << std::min(silences_, kSilencesMax); }
+// A repeated question makes the source send again. On a wire that is only slow, and shared, that would discard the bytes in transit
+// for ever: so each unanswered question is given twice as long as the one before.
+Nanos Operation::patience() const { return limits_.stall_ns << std::min(silences_, kSilencesMax); }
 
-Nanos Post::wake_at() const {
+Nanos Operation::wake_at() const {
   if (is_final(state_)) return kNever;
-  Nanos at = way_.deadline;
+  Nanos at = route_.deadline;
   if (session_ == 0) {
     if (!is_reading()) at = std::min({at, unreachable_since_ + limits_.reconnect_ns, dial_at_});
     return at;
   }
-  at = std::min({at, keep_at(), give_up_at()});
+  at = std::min({at, keep_at(), engine_deadline()});
   if (!is_reading()) at = std::min(at, heard_at_ + patience());
   return at;
 }
