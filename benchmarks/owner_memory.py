@@ -64,7 +64,8 @@ def measure(
             post.start(next(_ids).to_bytes(16, "big"), 60 * 10**9, wants_checksums=is_checksummed)
             ends: list[native.TransferFinal] = []
             while not ends:
-                ends = [event for event in reader.take(10**9) if isinstance(event, native.TransferFinal)]
+                reader.wait(10**9)
+                ends = [event for event in reader.drain() if isinstance(event, native.TransferFinal)]
             seconds.append((time.process_time() - begun) / MOVED * 1e9)
             assert ends[0].state == native.TransferState.COMMITTED, ends[0].text
         reader.close()

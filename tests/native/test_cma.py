@@ -261,7 +261,7 @@ def blocks_without_segments(says: dict[str, Any]) -> None:
         (no_key, "where its nonce lies"),
         (key_of_nowhere, "not where it says"),
         (segment_outside, "leaves the region"),
-        (blocks_without_segments, "where its blocks lie"),
+        (blocks_without_segments, "map has no segments"),
     ],
 )
 def test_a_lie_is_told_as_such(lie: Any, change: Any, why: str) -> None:

@@ -80,9 +80,9 @@ def test_an_honest_source(lie: Any) -> None:
         (plain(), lambda: [os.open("/dev/null", os.O_RDONLY)], "not sealed"),
         (plain(), lambda: [memory(BYTES - 1)], "smaller than it says"),
         (plain(region_bytes=1 << 60), lambda: [memory()], "smaller than it says"),
-        (plain(region_bytes=0), lambda: [memory()], "cannot let its memory be read"),
+        (plain(region_bytes=0), lambda: [memory()], "cannot share this memory"),
         (plain(), list, "no descriptor"),
-        (None, list, "did not let its memory be read"),
+        (None, list, "did not share its memory"),
         (plain(block_count=BLOCKS + 1), lambda: [memory()], "leaves the region"),
         (plain(segments=[(1, BLOCK, BLOCK)]), lambda: [memory()], "leaves the region"),
         (plain(segments=[(2**64 - 4096, BLOCK, BLOCK)]), lambda: [memory()], "leaves the region"),
@@ -91,7 +91,7 @@ def test_an_honest_source(lie: Any) -> None:
         (plain(segments=[(0, 4, 0)]), lambda: [memory()], "length"),
         (plain(segments=[(0, 2048, 2048)]), lambda: [memory()], "another size"),
         (native.Map(3, BYTES, 0, [(0, BLOCK, BLOCK)]), lambda: [memory()], "at least one block"),
-        (native.Map(4, BYTES, BLOCKS, [(0, BLOCK, BLOCK)]), lambda: [memory()], "did not let"),
+        (native.Map(4, BYTES, BLOCKS, [(0, BLOCK, BLOCK)]), lambda: [memory()], "did not share its memory"),
     ],
 )  # fmt: skip
 def test_a_lie_costs_the_lane(lie: Any, frame: native.Map | None, make: Callable[[], list[int]], why: str) -> None:
