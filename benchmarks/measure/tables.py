@@ -248,8 +248,8 @@ def _latency(report: Report) -> str:
         table.append(cells)
     text = (
         "One 4K block, prepared, post to completion, in µs: p50 / p99. `poll`: the state is looked at without a "
-        "pause; `wait`: `Post.wait`; `await`: by an event loop. `socket`: the round trip of a bare socket in turns "
-        "with them, by who looks at it without a pause and by who sleeps: one byte there, back a block where the "
+        "pause; `wait`: `TransferBatch.wait`; `await`: by an event loop. `socket`: the round trip of a bare socket in "
+        "turns with them, by who looks at it without a pause and by who sleeps: one byte there, back a block where the "
         "lane's own socket carries it, else 64 bytes; who answers sleeps. `mapped` and `cma` go there twice: they "
         "ask, read, and have it confirmed. `wake`: the bare event loop, from another thread's write to an eventfd "
         "until the coroutine goes on. A notification: until it was acknowledged."
