@@ -62,9 +62,9 @@ def test_every_byte_arrives_and_no_other_is_touched(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("engines", [TP[0], TP[1], STAGES[0]], ids=str, indirect=True)
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("state", ["bootstrapping", "waiting", "transferring"])
-def test_abort_on_one_rank_ends_the_room_on_all(engines: Engines, side: str, state: str) -> None:
+def test_abort_on_one_rank_ends_the_room_on_all(engines: Engines, role: str, state: str) -> None:
     room = Room(engines, 61, SOURCE, TARGET)
     room.open()
     if state != "bootstrapping":
@@ -72,10 +72,10 @@ def test_abort_on_one_rank_ends_the_room_on_all(engines: Engines, side: str, sta
     if state == "transferring":
         room.send(0, 2)
         time.sleep(0.2)
-    own = room.senders if side == "prefill" else room.receivers
+    own = room.senders if role == "prefill" else room.receivers
     for side in own if state == "bootstrapping" else own[:1]:  # before there is a room SGLang ends it on every rank
         side.abort()
-    if (side, state) == ("prefill", "bootstrapping"):
+    if (role, state) == ("prefill", "bootstrapping"):
         for receiver in room.receivers:
             give(receiver, room.target, room.row)
     for side in (*room.senders, *room.receivers):
