@@ -85,14 +85,14 @@ class AgentPools:
 
     def _add(self, spec: PoolSpec, region: Region, segments: Sequence[Segment], block_bytes: int) -> Pool:
         self._check_open()
-        checksum_mode("checksum", spec.checksum)
+        checksum = checksum_mode("checksum", spec.checksum)
         pool_id, self._next_id = self._next_id, self._next_id + 1
         published = PoolRecord(
             pool_id, spec.record, spec.block_count, block_bytes, spec.exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, spec.checksum, spec.is_published, self._described)
+        pool = Pool(published, region, segments, checksum, spec.is_published, self._described)
         if self._transport is not None:
-            self._transport.add_pool(published, region, pool.segments, has_checksums=spec.checksum == ChecksumMode.ON)
+            self._transport.add_pool(published, region, pool.segments, has_checksums=checksum == ChecksumMode.ON)
         self._pools[pool_id] = pool
         if spec.is_published:
             try:
