@@ -35,7 +35,8 @@ PLACES = {
     "tests/e2e/test_prefill_lost.py::test_killed_while_it_is_read[stream]": "quick",
     "tests/faults/": "deep",
     "tests/fuzz/test_corpus.py": "deep",
-    "tests/sglang/": "nightly",
+    "tests/sglang/": "deep",
+    "tests/sglang/test_e2e": "nightly",
     "tests/vllm/": "nightly",
     "tests/vllm/test_smoke.py": "deep",
 }
