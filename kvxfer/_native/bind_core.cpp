@@ -265,8 +265,8 @@ void bind_core_class(nb::module_& m) {
            nb::arg("progress") = "thread",
            "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
-           "`mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own alone; \"caller\",\n"
-           "also a thread that posts, drains or waits.")
+           "`mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own and one that\n"
+           "waits; \"caller\", also one that posts or drains.")
       .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError where a socket cannot be bound.")
       .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
@@ -289,8 +289,8 @@ void bind_core_class(nb::module_& m) {
              return without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
            },
            nb::arg("timeout_ns"),
-           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With\n"
-           "progress \"caller\" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.")
+           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The\n"
+           "calling thread runs the event loop meanwhile, unless another one does, and the core's own thread is not woken by sockets.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });

@@ -338,7 +338,7 @@ class Agent(AgentMemory):
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``
-        of transfers that ended. With ``AgentConfig.progress`` "caller" this thread moves bytes meanwhile. Raises
+        of transfers that ended. This thread moves bytes meanwhile. Raises
         ClosedError, InvalidArgumentError on the loop, or what broke the agent."""
         self._open().wait(timeout_s)
 

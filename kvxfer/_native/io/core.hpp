@@ -7,6 +7,10 @@
 
 namespace kvxfer {
 
+// Which threads run the event loop: with Thread the IO thread, and in its place a caller that waits; with Caller also one that posts or
+// polls.
+enum class ProgressMode : uint8_t { Thread, Caller };
+
 struct CoreOptions {
   std::string bind_host;
   uint16_t bind_port = 0;
@@ -27,8 +31,8 @@ class Core {
   // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory and
   // nothing else of the core, it leaves alone what is the parent's.
   void close();
-  // Sleeps until the owner has more to take than progress, a signal came or it is `until`; with ProgressMode::Caller this thread
-  // runs the event loop meanwhile, unless another thread does. Returns whether there is anything to take.
+  // Waits until the owner has more to take than progress, a signal came or it is `until`; this thread runs the event loop
+  // meanwhile, unless another thread does. Returns whether there is anything to take.
   bool wait(Nanos until);
   // What there is to take. Never waits; with ProgressMode::Caller, and where there is nothing, this thread first does one round of
   // the event loop, unless another thread runs it.
