@@ -36,7 +36,12 @@ PLACES = {
     "tests/faults/": "deep",
     "tests/fuzz/test_corpus.py": "deep",
     "tests/sglang/": "deep",
-    "tests/sglang/test_e2e": "nightly",
+    "tests/sglang/test_e2e.py": "nightly",
+    "tests/sglang/test_e2e_aborts.py": "nightly",
+    "tests/sglang/test_e2e_demo.py": "nightly",
+    "tests/sglang/test_e2e_engines.py": "nightly",
+    "tests/sglang/test_e2e_lost.py": "nightly",
+    "tests/sglang/test_e2e_nixl.py": "nightly",
     "tests/vllm/": "nightly",
     "tests/vllm/test_smoke.py": "deep",
 }
