@@ -60,7 +60,7 @@ test: install
 	@$(PYTEST) -m $(TIER) $(ARGS)
 
 # What .ci/run runs after check and test, in parts that can be called alone. The kept fuzzing corpus is replayed by asan.
-deep: deep-tests asan tsan deep-vllm deep-wheel
+deep: deep-tests asan tsan deep-vllm test-sglang deep-wheel
 
 deep-tests: install
 	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/fuzz/test_corpus.py $(ARGS)'

@@ -64,9 +64,9 @@ class ProgressMode(enum.StrEnum):
     """Which threads move an agent's bytes and answer its peers. docs/lanes.md compares the two."""
 
     THREAD = "thread"
-    """The agent's IO thread alone. Callers are told by a descriptor."""
+    """The agent's IO thread, and in its place a thread that is just waiting."""
     CALLER = "caller"
-    """The IO thread, and in its place a thread that is just posting, polling or waiting."""
+    """The same, and in its place also a thread that is just posting or polling."""
 
 
 class ChecksumMode(enum.StrEnum):

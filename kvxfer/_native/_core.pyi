@@ -1539,8 +1539,8 @@ class Core:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
-        `mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: "thread", only the core's own;
-        "caller", also a thread that posts, drains or waits.
+        `mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: "thread", the core's own and
+        one that waits; "caller", also one that posts or drains.
         """
 
     def start(self) -> None:
@@ -1580,8 +1580,8 @@ class Core:
 
     def wait(self, timeout_ns: int) -> bool:
         """
-        Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. With
-        progress "caller" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.
+        Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. The
+        calling thread runs the event loop meanwhile, unless another one does, and the core's own thread is not woken by sockets.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:

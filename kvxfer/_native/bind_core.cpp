@@ -265,8 +265,8 @@ void bind_core_class(nb::module_& m) {
            nb::arg("progress") = "thread",
            "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
-           "`mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: \"thread\", only the core's own;\n"
-           "\"caller\", also a thread that posts, drains or waits.")
+           "`mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own and\n"
+           "one that waits; \"caller\", also one that posts or drains.")
       .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError if a socket cannot be bound.")
       .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and reading methods may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
@@ -289,8 +289,8 @@ void bind_core_class(nb::module_& m) {
              return without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
            },
            nb::arg("timeout_ns"),
-           "Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. With\n"
-           "progress \"caller\" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.")
+           "Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. The\n"
+           "calling thread runs the event loop meanwhile, unless another one does, and the core's own thread is not woken by sockets.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });

@@ -347,8 +347,8 @@ class Agent(AgentMemory):
 
     def progress(self, timeout_s: float) -> None:
         """Wait for events, at most ``timeout_s`` and 5 ms, on a thread that is not the loop's, and call ``on_ended`` of
-        transfers that ended. With ``AgentConfig.progress`` "caller" this thread also moves bytes. Raises ClosedError,
-        InvalidArgumentError on the loop's thread, or the error that broke the agent."""
+        transfers that ended. This thread also moves bytes meanwhile. Raises ClosedError, InvalidArgumentError on the
+        loop's thread, or the error that broke the agent."""
         self._open().progress(timeout_s)
 
     def abort_pull(self, transfer_id: TransferId, source: str) -> None:

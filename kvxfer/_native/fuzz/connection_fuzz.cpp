@@ -82,7 +82,7 @@ class ConnectionWorld {
  public:
   explicit ConnectionWorld(Input& in) : in_(in), limits_(limits_of(in)), shared_(kSelf, limits_) {
     Fd tcp = listen_nameless(addresses_[0], address_bytes_[0]), local = listen_nameless(addresses_[1], address_bytes_[1]);
-    loop_ = std::make_unique<EventLoop>(shared_, statistics_, limits_, tools(), ProgressMode::Caller, mutex_, std::move(tcp), std::move(local));
+    loop_ = std::make_unique<EventLoop>(shared_, statistics_, limits_, tools(), mutex_, std::move(tcp), std::move(local));
     const uint64_t half = kBlockBytes / 2;
     Layout layout{pool_.data(), {{0, half, half}, {half * kBlockCount, half, half}}, nullptr, nullptr};
     const PoolInfo info{kPool, kBlockCount, kBlockBytes, {}, false, in.flag(), in.flag()};

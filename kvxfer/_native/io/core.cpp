@@ -76,7 +76,7 @@ void Core::start() {
   } catch (const Error& error) {
     ucx_obstacle_ = error.what();
   }
-  auto loop = std::make_unique<EventLoop>(shared_, statistics_, limits_, std::move(tools), options_.progress, loop_mutex_, std::move(tcp), std::move(local));
+  auto loop = std::make_unique<EventLoop>(shared_, statistics_, limits_, std::move(tools), loop_mutex_, std::move(tcp), std::move(local));
   tcp_port_ = port;
   {
     std::lock_guard lock(loop_mutex_);
@@ -117,7 +117,7 @@ void Core::close() {
 
 // One round of the event loop on this thread. Returns false if this thread may not run it, or another thread does.
 bool Core::progress(bool looks) {
-  if (!is_run_by_callers() || owner_ != this_process()) return false;  // a forked child's sockets and epoll are the parent's
+  if (!is_run_by_callers() || owner_ != this_process()) return false;
   const std::unique_lock lock(loop_mutex_, std::try_to_lock);
   return lock && loop_ && loop_->progress(looks);
 }
@@ -132,7 +132,7 @@ std::vector<OwnerEvent> Core::drain() {
 
 bool Core::wait(Nanos until) {
   if (shared_.has_news()) return true;
-  if (is_run_by_callers() && owner_ == this_process()) {
+  if (owner_ == this_process()) {  // a forked child's sockets and epoll are the parent's
     std::unique_lock lock(loop_mutex_, std::try_to_lock);
     if (lock && loop_ && !shared_.is_shut() && loop_->progress_until(lock, until)) return shared_.has_events();
   }

@@ -7,6 +7,10 @@
 
 namespace kvxfer {
 
+// Which threads run the event loop: with Thread the IO thread, and in its place a caller that waits; with Caller also one that posts or
+// polls.
+enum class ProgressMode : uint8_t { Thread, Caller };
+
 struct CoreOptions {
   std::string bind_host;
   uint16_t bind_port = 0;
@@ -27,8 +31,8 @@ class Core {
   // Joins the thread. Idempotent; concurrent calls wait for the same end. In a forked child, which has only a copy of the memory,
   // it touches nothing that belongs to the parent.
   void close();
-  // Sleeps until there are events other than progress, a signal came or it is `until`. With ProgressMode::Caller this thread runs
-  // the event loop meanwhile, unless another thread does. Returns whether there are events.
+  // Waits until there are events other than progress, a signal came or it is `until`. This thread runs the event loop meanwhile,
+  // unless another thread does. Returns whether there are events.
   bool wait(Nanos until);
   // Takes the events. Never waits; with ProgressMode::Caller, if there are none, this thread first does one round of the event
   // loop, unless another thread runs it.

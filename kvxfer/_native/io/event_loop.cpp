@@ -14,15 +14,15 @@ constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does n
 
 }  // namespace
 
-EventLoop::EventLoop(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, ProgressMode mode, std::mutex& mutex,
-                     Fd tcp_listener, Fd unix_listener)
+EventLoop::EventLoop(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& mutex, Fd tcp_listener,
+                     Fd unix_listener)
     : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), mutex_(mutex), tcp_listener_(std::move(tcp_listener)),
       unix_listener_(std::move(unix_listener)), poller_(shared.wake_fd(), kWakeKey), reads_(shared, statistics) {
   poller_.add(tcp_listener_.get(), EPOLLIN, kTcpKey);
   if (unix_listener_) poller_.add(unix_listener_.get(), EPOLLIN, kUnixKey);
   if (tools_.ucx) poller_.add(tools_.ucx->fd(), EPOLLIN, kUcxKey);
   poller_.add(tools_.staging->fd(), EPOLLIN, kStagingKey);
-  if (mode == ProgressMode::Caller) poller_.make_thread_epoll();
+  poller_.make_thread_epoll();
 }
 
 // --- which thread runs it ---
@@ -34,6 +34,11 @@ void EventLoop::run() noexcept {
       Nanos until = round();
       tell_caller();
       if (until != 0 && prefault_some()) until = 0;
+      if (until != 0) {
+        // It keeps an earlier deadline that has become void: else each caller that brings a new one would have to wake this thread.
+        if (thread_alarm_ > monotonic_now()) until = std::min(until, thread_alarm_);
+        thread_alarm_ = until;
+      }
       sleep(lock, until, Poller::Sleeper::IoThread);
     }
   } catch (const std::exception& error) {

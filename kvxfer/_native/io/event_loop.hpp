@@ -3,10 +3,9 @@
 // without a timer where nothing is due.
 //
 // One mutex guards everything here, and the thread that holds it runs the loop. The IO thread runs it in run(), and gives the
-// mutex up while it sleeps. With ProgressMode::Thread no other thread does. With ProgressMode::Caller a thread that posts,
-// polls or waits may run the loop in place of the IO thread, if it gets the mutex at once: progress() is one round,
-// progress_until() runs the loop as long as that caller waits. Nothing depends on whether a caller comes back, because each
-// of them leaves by hand_over(), which wakes the IO thread if it would sleep past what is due next.
+// mutex up while it sleeps. A thread of the program may run the loop in its place, if it gets the mutex at once: progress_until()
+// runs the loop as long as that caller waits, and progress() is one round. Nothing depends on whether a caller comes back,
+// because each of them leaves by hand_over(), which wakes the IO thread if it would sleep past what is due next.
 #pragma once
 
 #include <condition_variable>
@@ -19,13 +18,11 @@
 
 namespace kvxfer {
 
-enum class ProgressMode : uint8_t { Thread, Caller };
-
 class EventLoop {
  public:
   // `unix_listener` may be empty: then no peer can map our pools. `mutex` outlives the loop.
-  EventLoop(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, ProgressMode mode, std::mutex& mutex,
-            Fd tcp_listener, Fd unix_listener);
+  EventLoop(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& mutex, Fd tcp_listener,
+            Fd unix_listener);
 
   // The IO thread's body. Returns when the endpoint was shut, every connection is closed and the end of every read is reported.
   // An internal error shuts the endpoint. What does not end within a bound is kept for ever, with the memory that it may touch.
@@ -114,6 +111,7 @@ class EventLoop {
   size_t portion_ = kPortion;  // of the thread that holds the mutex
   Nanos tick_at_ = 0;
   Nanos thread_sleeps_until_ = 0;  // the IO thread; 0: it is awake, and does a round before it sleeps
+  Nanos thread_alarm_ = 0;         // until when it slept last, at most
   bool has_caller_ = false;        // inside progress_until()
   std::condition_variable caller_left_;
 };

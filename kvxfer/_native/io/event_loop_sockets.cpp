@@ -43,7 +43,11 @@ void EventLoop::accept(Fd& listener, Key key, SessionKind kind) {
 }
 
 void EventLoop::open(Fd fd, SessionKind kind, std::optional<AgentRef> dialed) {
-  if (kind == SessionKind::Tcp) tune_tcp(fd.get());
+  if (kind == SessionKind::Tcp) {
+    tune_tcp(fd.get());
+  } else {
+    enlarge_send_buffer(fd.get());
+  }
   const Key key = next_key_++;
   auto connection = std::make_unique<Connection>(std::move(fd), kind, shared_, statistics_, tools_);
   const Bytes32 nonce = random_nonce();

@@ -1,7 +1,6 @@
 // What the event loop sleeps on: sockets and other descriptors in one epoll, and the eventfd that wakes the loop.
 //
-// Where callers may run the loop (Progress::Caller), the IO thread sleeps on a second epoll, which holds the first one and the
-// eventfd. While a caller runs the loop it masks the first epoll there: a socket that becomes readable then wakes the caller,
+// The IO thread sleeps on a second epoll, which holds the first one and the eventfd. While a caller that waits runs the loop it masks the first epoll there: a socket that becomes readable then wakes the caller,
 // and not the IO thread beside it.
 #pragma once
 

@@ -18,7 +18,9 @@ int connect_error(int fd);  // 0: connected
 bool is_local(int fd);
 // No delay; and flushes the bytes that MSG_MORE held back.
 void send_at_once(int fd);
-// No delay, keepalive; and on loopback a bound for the send buffer. Windows and congestion control are the kernel's.
+// For a socket between two processes of one host: with the kernel's default size the sender waits for the reader too often.
+void enlarge_send_buffer(int fd);
+// No delay, keepalive; and on loopback a large send buffer. Windows and congestion control are the kernel's.
 void tune_tcp(int fd);
 
 // The user on the other end of a Unix socket is ours.

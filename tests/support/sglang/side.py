@@ -1,5 +1,5 @@
 """One role of one transfer backend of SGLang's in a process of its own, over memory of numpy's of any size: kvxfer, or
-SGLang's `nixl` on whatever is called `nixl` there. What backends are compared by (benchmarks/sglang.py, test_nixl.py).
+SGLang's `nixl` on whatever is called `nixl` there. benchmarks/sglang.py and test_e2e_nixl.py compare backends by it.
 
 usage: python -m tests.support.sglang.side kvxfer|nixl prefill|decode PORT MODEL SHAPE
 
