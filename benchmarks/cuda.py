@@ -39,7 +39,7 @@ QUIET = (("UCX_LOG_LEVEL", "error"), ("UCX_WARN_UNUSED_ENV_VARS", "n"))
 
 
 class Contenders:
-    """Who takes part, lane by lane."""
+    """The contenders, lane by lane."""
 
     def __init__(self, options: argparse.Namespace, library: str) -> None:
         self.options = options
@@ -220,7 +220,7 @@ def parse() -> argparse.Namespace:
     add("--pairs", type=int, default=9)
     add("--sets", type=int, default=1, help="of fresh processes that a row's pairs are taken from")
     add("--device", default="cuda:0", help="as torch names it; cpu tries the benchmark, and measures nothing")
-    add("--against", default=LIMITS, help="of limits, nixl; empty: nobody")
+    add("--against", default=LIMITS, help="of limits, nixl; empty: none")
     add("--nixl-python", default=sys.executable, help="the Python that has NIXL's wheel, and torch")
     add("--nixl-path", default="", metavar="DIR", help="more PYTHONPATH for it")
     add("--nixl-module", default="nixl_cu12", help="the wheel's: nixl_cu12 or nixl_cu13")

@@ -240,7 +240,7 @@ def parse() -> argparse.Namespace:
     add("--table", action="store_true", help="measure all of benchmarks/RESULTS.md and write it")
     add("--rewrite", action="store_true", help="write the table (and the plot) anew from --json")
     add("--results", default="", metavar="FILE.md", help="another machine's table: there, not to benchmarks/RESULTS.md")
-    add("--against", help="of nixl, mooncake, limits; empty: nobody; not given: all that are here")
+    add("--against", help="of nixl, mooncake, limits; empty: none; not given: all that are here")
     add("--lanes", default="mapped,cma,stream", help="of mapped, cma, stream, unix, ucx")
     add("--sizes", default="4k,16k,64k,256k,1m,4m", help="of a block")
     add("--bytes", default="64m", help="a transfer moves so much")

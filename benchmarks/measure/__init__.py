@@ -1,1 +1,1 @@
-"""Parts of benchmarks/transfer.py: who takes part, how a pair of turns is measured, and how it is written down."""
+"""Parts of benchmarks/transfer.py: the contenders, how a pair of turns is measured, how it is written down."""

@@ -1,4 +1,4 @@
-"""Who takes part: kvxfer's lanes, the limits under each, and the peers with the settings they are tried with.
+"""The contenders: kvxfer's lanes, the limits under each, and the peers with the settings they are tried with.
 
 It decides the settings: a peer's are those its own documentation names for the case, all are tried before each row and
 the fastest is the one compared with. It must never know figures.

@@ -188,7 +188,7 @@ class Pair:
             self.block_bytes = block_bytes
 
     def initiator(self, op: str) -> tuple[End, End]:
-        """(who starts a transfer in that direction, the other one)."""
+        """(the end that starts a transfer in that direction, the other one)."""
         return (self.destination, self.source) if op == "read" else (self.source, self.destination)
 
     def move(self, op: str, how: dict[str, Any], *, seed: int, block_bytes: int, nbytes: int, at_once: int) -> Moved:
@@ -215,7 +215,7 @@ class Pair:
         )
 
     def rest(self) -> None:
-        """Neither process runs until :meth:`wake`: some spin while they wait, and slow whoever is measured then."""
+        """Neither process runs until :meth:`wake`: some spin while they wait, and slow the measured one."""
         self._signal(signal.SIGSTOP, is_awake=False)
 
     def wake(self) -> None:

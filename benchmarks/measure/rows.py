@@ -82,7 +82,7 @@ class Row:
 
 NOTHING = Spread(0.0, 0.0, 0.0)
 Say = Callable[[str], None]
-"""Tells whoever watches the run."""
+"""Prints for the person that watches the run."""
 
 
 class Room:
@@ -144,7 +144,7 @@ def neighbours(names: list[str]) -> list[list[str]]:
 
 
 class Turns:
-    """Takes turns in one room. Every turn has lists of its own, which nobody else's turn had."""
+    """Takes turns in one room. Every turn has lists of its own, which no other turn had."""
 
     def __init__(self, room: Room, case: Case, nbytes: int) -> None:
         self.room = room

@@ -62,7 +62,7 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
         # A lane that carries the block itself is compared with a socket that carries as much.
         answer_bytes = BLOCK_BYTES if lane in (STREAM, UNIX) else 64
         took: dict[str, list[float]] = {}
-        entry: dict[str, Any] = {"who": f"kvxfer {lane}", "socket": kind}
+        entry: dict[str, Any] = {"contender": f"kvxfer {lane}", "socket": kind}
         try:
             for _ in range(sets):
                 pair = room.pair(setup)
@@ -76,7 +76,7 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
                 room.clear()
         except WorkerFailed as error:
             room.clear()
-            found.append({"who": entry["who"], "error": str(error).splitlines()[0]})
+            found.append({"contender": entry["contender"], "error": str(error).splitlines()[0]})
             continue
         found.append(entry | {name: quantiles(seconds) for name, seconds in took.items()})
     options = []
@@ -90,9 +90,9 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
             pair.destination.ask("latency", rounds=WARM_ROUNDS, block_bytes=BLOCK_BYTES)
             took = pair.destination.ask("latency", rounds=LATENCY_ROUNDS, block_bytes=BLOCK_BYTES)
         except WorkerFailed as error:
-            found.append({"who": name, "error": str(error).splitlines()[0]})
+            found.append({"contender": name, "error": str(error).splitlines()[0]})
             continue
-        found.append({"who": name, **{key: quantiles(seconds) for key, seconds in took.items()}})
+        found.append({"contender": name, **{key: quantiles(seconds) for key, seconds in took.items()}})
     return found
 
 
@@ -112,9 +112,9 @@ def post_cost(room: Room, lanes: Sequence[str], library: str, against: Sequence[
         try:
             took = room.pair(setup).destination.ask("post_cost", **{**asked, **more})
         except WorkerFailed as error:
-            found.append({"who": name, "error": str(error).splitlines()[0]})
+            found.append({"contender": name, "error": str(error).splitlines()[0]})
             continue
-        found.append({"who": name, **{key: quantiles(seconds) for key, seconds in took.items()}})
+        found.append({"contender": name, **{key: quantiles(seconds) for key, seconds in took.items()}})
     return found
 
 
@@ -138,7 +138,7 @@ def held_gil(room: Room, lanes: Sequence[str], library: str) -> list[dict[str, A
                 turn_s = time.perf_counter() - begin
                 pair.source.ask("cpu")  # answered only after the hold
             ratios.append(speed[True] / speed[False])
-        found.append({"who": f"kvxfer {lane}", "ratio": statistics.median(ratios), "ratios": ratios})
+        found.append({"contender": f"kvxfer {lane}", "ratio": statistics.median(ratios), "ratios": ratios})
     return found
 
 

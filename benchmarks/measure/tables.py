@@ -16,7 +16,7 @@ from measure.rows import Comparison, Row, Spread
 
 LANE_TEXT = {
     "mapped": "the reader maps the source's memory and copies",
-    "cma": "process_vm_readv out of memory that nobody allocated for it",
+    "cma": "process_vm_readv out of memory that was not allocated for it",
     "stream": "TCP",
     "unix": "the code of `stream` over a Unix socket",
     "ucx": "UCX, over the transports that NIXL's default uses",
@@ -232,12 +232,12 @@ def _latency(report: Report) -> str:
         return ""
     names = ("socket, poll", "poll", "socket, sleep", "wait", "await", "wake", "notification")
     bars = ("poll / socket (bar 2)", "(await - poll) / wake (bar 1)", "notification / socket (bar 1.5)")
-    table = [["who", *names, *bars]]
+    table = [["contender", *names, *bars]]
     for entry in report.latency:
         if "error" in entry:
-            table.append([entry["who"], f"did not run: {entry['error']}", *[""] * 9])
+            table.append([entry["contender"], f"did not run: {entry['error']}", *[""] * 9])
             continue
-        cells = [entry["who"], *(_times(entry.get(name)) for name in names)]
+        cells = [entry["contender"], *(_times(entry.get(name)) for name in names)]
         if "socket, poll" in entry:
             p50 = {name: spread["p50_us"] for name, spread in entry.items() if isinstance(spread, dict)}
             cells.append(_at_most(p50["poll"] / p50["socket, poll"], 2.0))
@@ -249,8 +249,8 @@ def _latency(report: Report) -> str:
     text = (
         "One 4K block, prepared, post to completion, in µs: p50 / p99. `poll`: the state is looked at without a "
         "pause; `wait`: `TransferBatch.wait`; `await`: by an event loop. `socket`: the round trip of a bare socket in "
-        "turns with them, by who looks at it without a pause and by who sleeps: one byte there, back a block where the "
-        "lane's own socket carries it, else 64 bytes; who answers sleeps. `mapped` and `cma` go there twice: they "
+        "turns with them, by an end that polls and by one that sleeps: one byte there, back a block where the lane's "
+        "own socket carries it, else 64 bytes; the answering end sleeps. `mapped` and `cma` go there twice: they "
         "ask, read, and have it confirmed. `wake`: the bare event loop, from another thread's write to an eventfd "
         "until the coroutine goes on. A notification: until it was acknowledged."
     )
@@ -268,19 +268,21 @@ def _times(found: dict[str, float] | None) -> str:
 def _post_cost(report: Report) -> str:
     if not report.post_cost:
         return ""
-    table = [["who", "100,000 scattered blocks, plan and post (bar 10 ms)", "10,000 prepared, again (bar 0.3 ms)"]]
+    table = [
+        ["contender", "100,000 scattered blocks, plan and post (bar 10 ms)", "10,000 prepared, again (bar 0.3 ms)"]
+    ]
     for entry in report.post_cost:
         if "error" in entry:
-            table.append([entry["who"], f"did not run: {entry['error']}", ""])
+            table.append([entry["contender"], f"did not run: {entry['error']}", ""])
             continue
-        cells = [entry["who"]]
+        cells = [entry["contender"]]
         for name, most in (("plan_post", 10.0), ("again", 0.3)):
             took = entry[name]["p50_us"] / 1e3
-            is_over = took > most and entry["who"].startswith("kvxfer")
+            is_over = took > most and entry["contender"].startswith("kvxfer")
             cells.append(f"**{took:.2f} ms**" if is_over else f"{took:.2f} ms")
         table.append(cells)
     text = "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure."
-    if any(entry["who"].startswith("Mooncake") for entry in report.post_cost):
+    if any(entry["contender"].startswith("Mooncake") for entry in report.post_cost):
         text += " Mooncake has no prepared lists: its call that does not wait, with the same lists of integers again."
     return f"## What posting costs\n\n{text}\n\n{_grid(table)}\n"
 
@@ -288,11 +290,11 @@ def _post_cost(report: Report) -> str:
 def _rest(report: Report) -> str:
     parts = []
     if report.held_gil:
-        table = [["who", "speed with the source's GIL held / without (bar 0.95)", "each turn"]]
+        table = [["contender", "speed with the source's GIL held / without (bar 0.95)", "each turn"]]
         for entry in report.held_gil:
             ratio = entry["ratio"]
             shown = f"{ratio:.2f}" if ratio >= 0.95 else f"**{ratio:.2f}**"
-            table.append([entry["who"], shown, " ".join(f"{one:.2f}" for one in entry["ratios"])])
+            table.append([entry["contender"], shown, " ".join(f"{one:.2f}" for one in entry["ratios"])])
         why = "By a C call that sleeps without releasing it."
         parts.append(f"## The source's GIL held\n\n{why}\n\n{_grid(table)}\n")
     if report.idle_peers:

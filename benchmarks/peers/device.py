@@ -125,7 +125,7 @@ class DeviceLimits:
             job.handles = [to, source.astype(np.uint64) * size + np.uint64(self.far), np.full(len(to), size, np.uint64)]
 
     def serve(self, job: Job) -> None:
-        """The driver needs nobody at the other end."""
+        """The driver needs no other end."""
 
     def move(self, job: Job) -> None:
         to, origin, sizes = (ctypes.c_void_p(address_of(one)) for one in job.handles)

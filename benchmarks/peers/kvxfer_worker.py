@@ -41,7 +41,7 @@ NONCE = b"n" * 16
 DIGEST = b"d" * 32
 POOL = 1
 ALL_LANES = (Lane.MAPPED, Lane.CMA, Lane.UCX, Lane.UNIX, Lane.STREAM)
-"""By name: a UCX without RDMA is not loaded unless somebody asks for it."""
+"""By name: a UCX without RDMA is not loaded unless the run asks for it."""
 GRANT_TTL_NS = 10 * NS_PER_S
 WAKE_PAUSE_US = 1000
 """Between two wakes: the loop is asleep again long before the next."""
@@ -235,8 +235,8 @@ class KvxferWorker(Worker):
         self, rounds: int, block_bytes: int, lane: str, kind: str, answer_bytes: int
     ) -> dict[str, list[float]]:
         """Seconds of one block, post to completion: by polling, by waiting, by an event loop; of a bare socket's round
-        trip in turns with them, by polling and by sleeping; of a notification; and of an event loop's being woken, by
-        nobody but a thread that writes an eventfd. The other end echoes 2 * ``rounds`` times."""
+        trip in turns with them, by polling and by sleeping; of a notification; and of an event loop's being woken by
+        a thread that only writes an eventfd. The other end echoes 2 * ``rounds`` times."""
         self.do_use(block_bytes)
         one = np.zeros(1, np.uint32)
         plan = self.plan("read", one, one)
@@ -320,7 +320,7 @@ class KvxferWorker(Worker):
         return [(now_ns - written[number]) / NS_PER_S for number, now_ns in seen.items()]
 
     def do_plain(self, kind: str) -> None:
-        """Connect a plain socket to the other end, who is asked at the same time."""
+        """Connect a plain socket to the other end, which is asked at the same time."""
         self.limits.plain.get(kind, 0)
 
     def do_echo(self, kind: str, rounds: int, nbytes: int) -> None:

@@ -215,5 +215,5 @@ class Limits:
         threading.Thread(target=self.library.answer, args=[plain, rounds, nbytes], daemon=True).start()
 
     def round_trip(self, kind: str, nbytes: int, *, is_polling: bool) -> float:
-        """Seconds of one byte there and ``nbytes`` back on a plain socket; who asks polls, or sleeps."""
+        """Seconds of one byte there and ``nbytes`` back on a plain socket; the asking end polls, or sleeps."""
         return self.library.ask(self.plain.get(kind, 0), 1, nbytes, is_polling=is_polling)[0]

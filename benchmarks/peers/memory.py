@@ -1,8 +1,8 @@
 """One end's pool: memory of a named kind, what must be in it, and whether it is.
 
 It decides which kind of pages a pool lies on, what memory is kept from all pools, which blocks a seed chooses, and how
-a destination is poisoned and checked. It must never know who moves the bytes: every contender's pool is made here, so
-all stand on the same ground.
+a destination is poisoned and checked. It must never know which contender moves the
+bytes: every contender's pool is made here, so all stand on the same ground.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def together(array: Bytes) -> float:
 
 
 def neighbouring(entries: npt.NDArray[np.uint64]) -> float:
-    """Of pagemap entries: the share of frames that follow the one before. All are 0 for who lacks CAP_SYS_ADMIN."""
+    """Of pagemap entries: the share of frames that follow the one before. All are 0 without CAP_SYS_ADMIN."""
     frames = (entries & np.uint64((1 << 55) - 1)).astype(np.int64)
     return float(np.mean(np.diff(frames) == 1)) if frames.size > 1 else 0.0
 
@@ -76,8 +76,8 @@ def neighbouring(entries: npt.NDArray[np.uint64]) -> float:
 class Scraps:
     """Holds memory that lies in small pieces, so that every pool on 4K pages is made of what lies together.
 
-    Whoever starts first would get the pieces, and be read up to a third slower for as long as it lives. Where it is not
-    to be seen how pages lie (that takes CAP_SYS_ADMIN), as much as may be held is.
+    The process that starts first would get the pieces, and be read up to a third slower for as long as it lives.
+    Without CAP_SYS_ADMIN it is not known how pages lie; then as much is held as may be.
     """
 
     STEP_BYTES = 128 << 20

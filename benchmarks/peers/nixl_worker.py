@@ -113,7 +113,7 @@ class NixlWorker(Worker):
         job.handles = []
 
     def do_latency(self, rounds: int, block_bytes: int) -> dict[str, list[float]]:
-        """Seconds of one prepared block, post to DONE by polling, again and again; nobody else is asked."""
+        """Seconds of one prepared block, post to DONE by polling, again and again; the other end is not asked."""
         self.do_use(block_bytes)
         block = np.zeros(1, np.int32)
         handle = self.agent.make_prepped_xfer("READ", self.lists[0], block, self.lists[1], block)

@@ -41,7 +41,8 @@ class Job:
 
 
 class Worker:
-    """One end of a contender. ``role`` is where the bytes come from or go to; who starts the transfer is the job's."""
+    """One end of a contender. ``role``: the bytes come from it or go to it. The job says which end starts the
+    transfer."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.role: str = options.role

@@ -59,7 +59,7 @@ RETIRED_LEFT: dict[str, list[str]] = {}
 
 PRONOUNS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 PRONOUNS_PER_1000_LINES = 0.5
-PRONOUNS_LEFT = {"benchmarks": 41, "docs": 2, "kvxfer": 0, "tests": 49}
+PRONOUNS_LEFT = {"benchmarks": 0, "docs": 2, "kvxfer": 0, "tests": 49}
 """Where there are more than PRONOUNS_PER_1000_LINES: how many may be left."""
 
 DOUBLES_LEFT: dict[str, set[str]] = {".py": set(), ".cpp": set()}
