@@ -66,6 +66,7 @@ async def test_goodbye_is_heard_at_once_and_once(cluster: Cluster) -> None:
     one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
     ref = await one.session.start()
     await other.session.start()
+    await until(lambda: "p0" in other.members, "p0")
     await one.session.close()
     await one.session.close()
     await until(lambda: other.gone == [ref], "the goodbye")
