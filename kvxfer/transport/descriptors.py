@@ -39,8 +39,8 @@ without a search for pages."""
 GLANCE = 256
 """The search for runs looks at so many steps first. Where most of them differ, it does not look at the rest."""
 ELEMENT_BYTES_MAX = 4 << 20
-"""Longer descriptors are cut into elements, because a transfer can be cancelled, resumed or interrupted for another one
-only between two elements."""
+"""Longer descriptors are cut into elements of this size: an element is the unit in which transfers are cancelled,
+resumed and interleaved."""
 ADDRESS_MAX = 1 << 63
 """Above any offset, length or step that the core takes."""
 
@@ -367,8 +367,8 @@ def _divide(numbers: Words, step: int) -> Words:
 
 
 def _runs(region: Words, offset: Words, length: Words) -> Words | None:
-    """The form *runs*: one strided range for each run of equal steps. ``None`` where it takes more than half the bytes
-    of a table."""
+    """The form *runs*: one strided range for each run of equal steps. ``None`` where a table is less than
+    about twice as long."""
     if len(offset) < 4:
         return None
     glance = slice(0, GLANCE)
