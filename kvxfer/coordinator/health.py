@@ -1,9 +1,9 @@
 """The standard gRPC health service (grpc.health.v1) for one server. Decides only what is said; needs no token, because
 probes have none.
 
-Answered with wire twins of the standard messages (protos/kvxfer/_pb/health.proto): no dependency on
-grpcio-health-checking, whose generated code would narrow the protobuf versions we run on, and no second registration of
-``grpc.health.v1`` in a process that has it.
+The service answers with messages of its own (protos/kvxfer/_pb/health.proto) that have the same encoding as the
+standard ones. So kvxfer needs no grpcio-health-checking, whose generated code would narrow the protobuf versions that
+kvxfer runs on, and registers ``grpc.health.v1`` no second time in a process that has it.
 """
 
 from __future__ import annotations

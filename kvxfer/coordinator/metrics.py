@@ -72,9 +72,11 @@ class CoordinatorMetrics:
         self._watchers.set(watchers)
 
     def registered(self, outcome: str) -> None:
+        """Count one registration."""
         self._registrations.labels(outcome).inc()
 
     def ended(self, cause: str) -> None:
+        """Count one incarnation that ended."""
         self._ended.labels(cause).inc()
 
     def text(self) -> str:
@@ -88,19 +90,22 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, SCRAPES_MAX at once: a connection beyond them is closed. One that lasts longer than
-    SCRAPE_S is hung up on by the thread that accepts, however little by little it speaks or reads."""
+    """Serves each scrape on a thread of its own, at most SCRAPES_MAX at once.
+
+    The server closes a connection beyond them. The accepting thread shuts down a connection that is older than
+    SCRAPE_S, even one whose client still sends or reads a few bytes now and then.
+    """
 
     daemon_threads = True
 
     def __init__(self, *arguments: Any) -> None:
-        self._places = threading.BoundedSemaphore(SCRAPES_MAX)
+        self._free_scrapes = threading.BoundedSemaphore(SCRAPES_MAX)
         self._lock = threading.Lock()
         self._ends_s: dict[socket.socket, float] = {}
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._free_scrapes.acquire(blocking=False):
             with self._lock:
                 self._ends_s[request] = time.monotonic() + SCRAPE_S
             super().process_request(request, client_address)
@@ -109,14 +114,16 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def service_actions(self) -> None:
         """Called twice a second, and after each connection."""
-        self._hang_up(time.monotonic())
+        self._shut_down_expired(time.monotonic())
 
     def server_close(self) -> None:
         super().server_close()
-        self._hang_up(math.inf)
+        self._shut_down_expired(math.inf)
 
-    def _hang_up(self, now_s: float) -> None:
-        with self._lock:  # until then no thread closes these sockets, whose numbers others would get
+    def _shut_down_expired(self, now_s: float) -> None:
+        # The lock keeps the scrape threads from closing these sockets meanwhile: the descriptor number of a closed
+        # socket may belong to another connection already.
+        with self._lock:
             for request in [request for request, end_s in self._ends_s.items() if now_s >= end_s]:
                 del self._ends_s[request]
                 with contextlib.suppress(OSError):  # the client left
@@ -131,7 +138,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free_scrapes.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that left, or said nothing in time, is no traceback."""

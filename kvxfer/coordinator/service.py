@@ -1,9 +1,11 @@
 """The Coordinator service: carries messages between gRPC streams and the directory machine. Decides nothing about
 membership; must never be on the data path.
 
-Each stream has one outbox and one revision: what its receiver has. Whatever happens meanwhile, the next update is what
-that receiver lacks, so a slow receiver costs no memory. An update goes out at the latest after one heartbeat, changed
-or not, as the heartbeat that clients count on.
+The service keeps two things for each stream: a StreamState, with the orders that its receiver was not told yet, and
+the revision of the membership that its receiver has. It computes an update when it sends it: the difference between
+that revision and the directory. So no updates queue up, and a slow receiver costs no memory. The service sends an
+update at least once in each heartbeat interval, even an empty one, because clients take it for the coordinator's
+heartbeat.
 """
 
 from __future__ import annotations
@@ -95,8 +97,10 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._hosts = hosts
         self._sessions: dict[int, StreamState] = {}
         self._watchers: set[StreamState] = set()
-        self._told_revision = directory.revision
-        self._told_shape = directory.shape_revision
+        self._pushed_revision = directory.revision
+        """The last revision for which the watchers were woken."""
+        self._pushed_shape_revision = directory.shape_revision
+        """The last revision for which the agents were woken: they need no update for a new load."""
         self._is_stopping = False
 
     def tick(self) -> None:
@@ -107,16 +111,16 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     def stop(self) -> None:
         """Tell every stream that the coordinator stops, and take no new ones."""
         self._is_stopping = True
-        for outbox in (*self._sessions.values(), *self._watchers):
-            outbox.is_stopping = True
-            outbox.wake.set()
+        for receiver in (*self._sessions.values(), *self._watchers):
+            receiver.is_stopping = True
+            receiver.wake.set()
 
     async def Session(self, requests: Any, context: Any) -> None:
         try:
             registration = await self._register(context)
-            outbox = self._sessions[registration.stream] = StreamState(with_load=False)
+            receiver = self._sessions[registration.stream] = StreamState(with_load=False)
             try:
-                await self._run_session(context, registration, outbox)
+                await self._run_session(context, registration, receiver)
             finally:
                 del self._sessions[registration.stream]
                 if not self._is_stopping:  # a stream that we end ourselves says nothing of the agent behind it
@@ -134,12 +138,12 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             self._check_open()
             if len(self._watchers) >= self._watchers_max:
                 raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
-            outbox = StreamState(with_load=True)
-            self._watchers.add(outbox)
+            receiver = StreamState(with_load=True)
+            self._watchers.add(receiver)
             try:
-                await self._push(outbox, context.write, lambda _: b"")
+                await self._push(receiver, context.write, lambda _: b"")
             finally:
-                self._watchers.discard(outbox)
+                self._watchers.discard(receiver)
             raise CoordinatorUnavailableError("the coordinator is stopping")
         except KvxferError as error:
             await abort(context, error)
@@ -185,7 +189,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._carry_out(registration.effects)
         return registration
 
-    async def _run_session(self, context: Any, registration: Registration, outbox: StreamState) -> None:
+    async def _run_session(self, context: Any, registration: Registration, receiver: StreamState) -> None:
         """Both directions of a registered stream, until either ends."""
         welcome = pb.Welcome(
             ref=convert.write_ref(registration.ref),
@@ -200,21 +204,21 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         def key_of(other: AgentRef) -> bytes:
             return session_key(self._root, registration.ref, other)
 
-        async def tell() -> None:
-            await self._push(outbox, write, key_of, context)
+        async def push() -> None:
+            await self._push(receiver, write, key_of, context)
 
         listener = asyncio.create_task(self._listen(context, registration.stream))
-        teller = asyncio.create_task(tell())
+        pusher = asyncio.create_task(push())
         try:
-            await asyncio.wait((listener, teller), return_when=asyncio.FIRST_COMPLETED)
-            await (listener if listener.done() else teller)
+            await asyncio.wait((listener, pusher), return_when=asyncio.FIRST_COMPLETED)
+            await (listener if listener.done() else pusher)
         finally:
             listener.cancel()
-            teller.cancel()
-            await asyncio.gather(listener, teller, return_exceptions=True)
+            pusher.cancel()
+            await asyncio.gather(listener, pusher, return_exceptions=True)
 
     async def _listen(self, context: Any, stream: int) -> None:
-        """Feed the agent's messages to the directory, until it leaves or hangs up."""
+        """Feed the agent's messages to the directory, until the agent deregisters or its stream ends."""
         while True:
             message = await _read(context)
             if message is EOF:
@@ -236,36 +240,36 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
 
     async def _push(
         self,
-        outbox: StreamState,
+        receiver: StreamState,
         write: Callable[[pb.MembershipUpdate], Awaitable[None]],
         key_of: Callable[[AgentRef], bytes],
         session: Any = None,
     ) -> None:
-        """Tell one receiver what it lacks, again and again.
+        """Send one receiver the changes that it lacks, again and again.
 
         Returns when the coordinator stops; raises RefusedError when the stream is to end.
         """
         heartbeat_s = self._config.heartbeat_s
         revision: int | None = None
         while True:
-            outbox.wake.clear()
-            if outbox.close_reason is not None:
-                raise RefusedError(outbox.close_reason)
-            if outbox.drain_reason is not None and session is not None:
-                reason, outbox.drain_reason = outbox.drain_reason, None
+            receiver.wake.clear()
+            if receiver.close_reason is not None:
+                raise RefusedError(receiver.close_reason)
+            if receiver.drain_reason is not None and session is not None:
+                reason, receiver.drain_reason = receiver.drain_reason, None
                 await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
-            change = self._directory.change_since(revision, with_load=outbox.with_load)
+            change = self._directory.change_since(revision, with_load=receiver.with_load)
             for part in convert.write_change(change, next_within_ms=round(heartbeat_s * 1e3), key_of=key_of):
                 await write(part)
             revision = change.revision
-            if outbox.is_stopping:
+            if receiver.is_stopping:
                 if session is not None:
                     await session.write(pb.CoordinatorMessage(stopping=pb.Stopping()))
                 return
             await asyncio.sleep(PUSH_GAP_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(heartbeat_s):
-                    await outbox.wake.wait()
+                    await receiver.wake.wait()
 
     def _carry_out(self, effects: tuple[Effect, ...]) -> None:
         """Do what the directory decided, then wake the streams that lack something."""
@@ -275,21 +279,21 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     self._metrics.ended(cause.value)
                     log.info("%s is gone: %s", ref, cause.value)
                 case CloseStream(stream, reason):
-                    if (outbox := self._sessions.get(stream)) is not None:
-                        outbox.close_reason = reason
-                        outbox.wake.set()
+                    if (receiver := self._sessions.get(stream)) is not None:
+                        receiver.close_reason = reason
+                        receiver.wake.set()
                 case OrderDrain(stream, reason):
-                    if (outbox := self._sessions.get(stream)) is not None:
-                        outbox.drain_reason = reason
-                        outbox.wake.set()
-        if self._directory.shape_revision != self._told_shape:
-            self._told_shape = self._directory.shape_revision
-            for outbox in self._sessions.values():
-                outbox.wake.set()
-        if self._directory.revision != self._told_revision:
-            self._told_revision = self._directory.revision
-            for outbox in self._watchers:
-                outbox.wake.set()
+                    if (receiver := self._sessions.get(stream)) is not None:
+                        receiver.drain_reason = reason
+                        receiver.wake.set()
+        if self._directory.shape_revision != self._pushed_shape_revision:
+            self._pushed_shape_revision = self._directory.shape_revision
+            for receiver in self._sessions.values():
+                receiver.wake.set()
+        if self._directory.revision != self._pushed_revision:
+            self._pushed_revision = self._directory.revision
+            for receiver in self._watchers:
+                receiver.wake.set()
 
 
 async def _read(context: Any) -> Any:

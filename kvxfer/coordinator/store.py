@@ -9,8 +9,8 @@ from typing import Protocol
 from kvxfer.errors import RefusedError
 
 AHEAD_MAX = 1 << 45
-"""How far above our own counter a shown number may lie: about a year of microseconds. More was never given by any
-coordinator of this cluster.
+"""How far above our own counter the number of a returning agent may lie: about a year of microseconds. No coordinator
+of this cluster ever gave a higher one.
 """
 
 

@@ -28,37 +28,45 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._lock = lock or threading.Lock()
         self._window = list(prompt_ids[-CONTEXT_TOKENS:]) if prompt_ids else []
-        self._settled = len(self._window)
-        self._settled_text = self._decode(self._window)
-        self._sent = 0
+        """The tokens that are decoded together: first the context, then the pending tokens."""
+        self._context_count = len(self._window)
+        """How many tokens of the window are context: all of their text went out."""
+        self._context_text = self._decode(self._window)
+        self._sent_chars = 0
+        """How many characters of the pending tokens' text went out."""
 
     def push(self, token: int) -> str:
-        """Take the next token id; return the characters that became final, often none within a multi-byte character."""
+        """Take the next token id; return the characters that became final, often none within a multi-byte character.
+
+        Text that ends in replacement characters is not final: a later token may complete the character. Once it is, or
+        once it has stayed incomplete for too long, the pending tokens become context.
+        """
         self._window.append(token)
-        fresh = self._fresh()
-        stable = fresh.rstrip(REPLACEMENT)
-        if len(fresh) - len(stable) > 3:
-            # A character has at most 3 bytes before its last one: what stands earlier is not the start of one.
-            stable = fresh[:-3]
-        piece = stable[self._sent :]
-        if len(stable) == len(fresh) or len(self._window) - self._settled > PENDING_TOKENS_MAX:
-            piece = fresh[self._sent :]
-            self._window = self._window[self._settled :][-CONTEXT_TOKENS:]
-            self._settled = len(self._window)
-            self._settled_text = self._decode(self._window)
-            self._sent = 0
+        pending = self._pending_text()
+        final = pending.rstrip(REPLACEMENT)
+        if len(pending) - len(final) > 3:
+            # An incomplete character has at most 3 bytes: replacement characters before the last 3 are final.
+            final = pending[:-3]
+        piece = final[self._sent_chars :]
+        if len(final) == len(pending) or len(self._window) - self._context_count > PENDING_TOKENS_MAX:
+            piece = pending[self._sent_chars :]
+            self._window = self._window[self._context_count :][-CONTEXT_TOKENS:]
+            self._context_count = len(self._window)
+            self._context_text = self._decode(self._window)
+            self._sent_chars = 0
         else:
-            self._sent = max(self._sent, len(stable))
+            self._sent_chars = max(self._sent_chars, len(final))
         return piece
 
     def flush(self) -> str:
         """The answer ended: the characters still held back, as they are."""
-        rest = self._fresh()[self._sent :]
-        self._sent += len(rest)
+        rest = self._pending_text()[self._sent_chars :]
+        self._sent_chars += len(rest)
         return rest
 
-    def _fresh(self) -> str:
-        return self._decode(self._window)[len(self._settled_text) :]
+    def _pending_text(self) -> str:
+        """The text of the pending tokens."""
+        return self._decode(self._window)[len(self._context_text) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:

@@ -83,7 +83,8 @@ class Executor:
         self.pool = BlockPool(runner.block_count, runner.block_tokens, salt=salt)
         self.scheduler = Scheduler(self.pool, limits, before_preemption=self._revoke, take_back=self._take_back)
         self._room: Room[Sequence] = Room(room_wait_s)
-        self._available = self.pool.available
+        self._compared_free_blocks = self.pool.available
+        """The pool's free blocks when they were last compared."""
         self.counters = Counters()
         self.digests = digests
         self._policy = on_transfer_failure
@@ -95,7 +96,8 @@ class Executor:
         self._owners: dict[Sequence, Generation] = {}
 
     def join(self, exchange: BlockExchange) -> None:
-        """Take PREFILL and DECODE legs too; before the engine thread starts."""
+        """Move blocks through ``exchange``, so that PREFILL and DECODE legs are taken too. Call it before the engine
+        thread starts."""
         self._exchange = exchange
 
     @property
@@ -120,14 +122,15 @@ class Executor:
 
     def step(self) -> bool:
         """Plan one step and run it; False when another would find nothing new to do."""
-        self._note_freed()  # before the plan gives away what came back since the last one
+        self._note_freed()  # first, because the plan may allocate the blocks that came back since the last one
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             if sequence.phase is Phase.ENDED:
                 self._emit_error(sequence, OverloadedError("this prompt lost its blocks to older requests"))
         for sequence in plan.admitted:
             self._begin(sequence)
-        has_made_room = self._make_room(has_admitted=bool(plan.admitted))  # of the moment that the plan speaks of
+        # Before the forward pass: the scheduler's ``is_short`` tells of the pool as the plan left it.
+        has_made_room = self._make_room(has_admitted=bool(plan.admitted))
         work = [item for item in plan.work if item.sequence.phase is Phase.COMPUTING]
         if work:
             self._forward(work)
@@ -145,12 +148,14 @@ class Executor:
         return self._clock.now_ns() / NS_PER_S
 
     def _note_freed(self) -> None:
-        if self.pool.available > self._available:
+        """Tell the room policy when blocks came back to the pool."""
+        if self.pool.available > self._compared_free_blocks:
             self._room.freed(self._clock.now_ns())
-        self._available = self.pool.available
+        self._compared_free_blocks = self.pool.available
 
     def _make_room(self, *, has_admitted: bool) -> bool:
-        """Give up one prompt that is held for another engine, where this one can go on in no other way."""
+        """Revoke one prompt that is held for another engine, where this engine cannot go on otherwise. Whether it
+        did."""
         now_ns = self._clock.now_ns()
         if has_admitted:
             self._room.freed(now_ns)
@@ -198,6 +203,7 @@ class Executor:
         return False
 
     def _take_back(self, sequence: Sequence) -> bool:
+        """Withdraw early blocks from their pull; False where a transfer fills them already."""
         exchange, _ = self._partners(sequence)
         return exchange.unreserve(self._pulls[sequence])
 
@@ -307,7 +313,7 @@ class Executor:
         )
 
     def _begin(self, sequence: Sequence) -> None:
-        """A sequence got its blocks: grant them, or have them filled."""
+        """A sequence got its blocks: grant those of a prefill leg, reserve those of a decode leg for its pull."""
         if not sequence.started_s:
             sequence.started_s = self._now_s()
         if sequence.leg is Leg.LOCAL:
@@ -353,6 +359,7 @@ class Executor:
             self.scheduler.end(sequence)
 
     def _pulled(self, sequence: Sequence, result: ResultLike) -> None:
+        """A pull committed: report its transfer, and let the sequence compute."""
         del self._pulls[sequence]
         if not sequence.started_s:  # it had its blocks early
             sequence.started_s = self._now_s()
@@ -372,6 +379,7 @@ class Executor:
             self._finish(sequence)
 
     def _pull_failed(self, sequence: Sequence, error: KvxferError) -> None:
+        """A pull ended without a commit: this engine computes the prompt itself, or reports the error (``_policy``)."""
         pull = self._pulls.pop(sequence)
         key = self.scheduler.detach(sequence)
         pull.on_drained = functools.partial(self.scheduler.drained, key)
@@ -405,7 +413,7 @@ class Executor:
         self._emit_error(sequence, error)
 
     def _finish(self, sequence: Sequence) -> None:
-        """It is over: revoke what was promised of its blocks, then give them back."""
+        """End a sequence: revoke its grant first, then give its blocks back."""
         if sequence.phase is Phase.ENDED:
             return
         self._revoke(sequence)
@@ -413,7 +421,7 @@ class Executor:
         self._aborted.discard(sequence)
 
     def _revoke(self, sequence: Sequence) -> None:
-        """Take back what was promised of a sequence's blocks; before anything was, tell the other side not to wait."""
+        """Revoke the grant of a prefill leg. Where it has none yet, tell the reader not to wait for one."""
         if sequence.leg is Leg.PREFILL and sequence.grant is not None:
             sequence.grant.revoke("the request ended at the source")
         elif sequence.leg is Leg.PREFILL:
@@ -424,6 +432,7 @@ class Executor:
         return sequence.blocks[sequence.matched : blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)]
 
     def _partners(self, sequence: Sequence) -> tuple[BlockExchange, OtherLeg]:
+        """The exchange, and the other leg of a remote sequence."""
         exchange, remote = self._exchange, sequence.request.remote
         if exchange is None or remote is None:
             raise AssertionError(f"{sequence} has no remote half")

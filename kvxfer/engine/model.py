@@ -26,7 +26,7 @@ from kvxfer.types import CompatibilityRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AXES = "BL2HTD"
-"""Order of axes in a pool: block, layer, key or value, KV head, token, head dimension."""
+"""Order of axes in a pool: block (B), layer (L), key or value (2), KV head (H), token (T), head dimension (D)."""
 
 
 class LoadedModel:

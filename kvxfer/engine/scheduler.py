@@ -4,11 +4,13 @@ It decides admission, chunk sizes, which requests share a forward pass and which
 over a BlockPool that it alone drives. It must never know the time, a thread, a tensor or an agent: what must happen
 outside before blocks change hands (revoking a grant, taking blocks back from a pull) is an injected call.
 
-A sequence waits, is admitted (its prompt's blocks allocated), and then computes. A decode leg *asks* first, and holds
-no slot and no block that another could need meanwhile: it may have blocks *early*, so that reading begins with the
-grant, and they go to any request that can use them. Once its grant exists it is admitted too, older requests first, and
-is *pulling* until its blocks are there. Decoding sequences go first in every step, one token each; what is left of the
-token budget goes to prompts, in the order of their admission, a chunk each."""
+A sequence waits, is admitted (the scheduler allocates its prompt's blocks), and then computes. A decode leg *asks* for
+its grant first. It takes no slot while it asks. It may get blocks *early*, so that the transfer begins as soon as the
+grant exists; the scheduler takes early blocks back when another request needs them. Once the grant exists, the decode
+leg is admitted like any other request, the oldest first, and is *pulling* until its blocks have arrived. In every step
+the decoding sequences come first, with one token each. Prompts share the rest of the token budget in the order of their
+admission, one chunk each.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from kvxfer.engine.request import Leg, Phase, Sequence, blocks_for
 from kvxfer.errors import ConfigError, OverloadedError
 
 YIELD_S = 10.0
-"""So long a prompt that is computed for others lets go first what came later and is answered from here."""
+"""A prefill leg counts as so much younger than it is. So requests that this engine answers go before prefill legs
+that came up to YIELD_S earlier."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +35,11 @@ class SchedulerLimits:
     max_batch_tokens: int = 256
     chunk_tokens: int = 128
     max_running: int = 16
-    """Sequences in one step. As many again may be pulling; those that were pulled meanwhile hold their blocks until it
-    is their turn."""
+    """Sequences in one step. As many again may be pulling. A sequence whose pull has ended keeps its blocks until it
+    has a place in a step."""
     max_waiting: int = 256
-    """Sequences that wait for room here; and as many again that wait for their grants, or for room with them."""
+    """Sequences that wait for blocks of this engine. As many decode legs may wait for a grant, or with a grant for
+    blocks."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "chunk_tokens", "max_running", "max_waiting"):
@@ -86,9 +90,12 @@ class SchedulerStatistics:
 
 
 class Scheduler:
-    """Decides over one pool. ``before_preemption`` is called with a sequence before its blocks are given back;
-    ``take_back(sequence)`` takes the early blocks of one that asks from its pull; False where they are in use, because
-    its grant exists, of which :meth:`granted` will be told."""
+    """Decides over one pool.
+
+    The scheduler calls ``before_preemption(sequence)`` before it gives back the blocks of a preempted sequence. It
+    calls ``take_back(sequence)`` to withdraw early blocks from the pull of a sequence that asks. ``take_back`` returns
+    False where the pull uses the blocks already: then the grant exists, and a call of :meth:`granted` follows.
+    """
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class Scheduler:
         self._take_back = take_back
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._for_others: collections.deque[Sequence] = collections.deque()
-        """Prefill legs that wait."""
+        """Prefill legs that wait: prompts that this engine computes for other engines."""
         self._asking: dict[Sequence, None] = {}
         self._granted: dict[Sequence, None] = {}
         self._pulling: dict[Sequence, None] = {}
@@ -115,8 +122,8 @@ class Scheduler:
         self._preemptions = 0
         self._taken_back = 0
         self.is_short = False
-        """Whether the last plan left something out for want of blocks that was computed elsewhere, or is to be decoded
-        here."""
+        """Whether the last plan had no blocks for a request that this engine answers: one that waits to be computed
+        here, or one whose grant exists."""
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -174,8 +181,8 @@ class Scheduler:
 
     @property
     def will_free(self) -> bool:
-        """Whether something here gives blocks back when it ends: a request that is answered from here. Early blocks
-        that a plan which was short of some left in place are being read into."""
+        """Whether a request that this engine answers holds blocks, which come back when it ends. Early blocks count:
+        a plan that was short of blocks left in place only those that a transfer fills already."""
         is_pulling = self._pulling or self._draining or any(one.blocks for one in self._asking)
         return bool(is_pulling) or any(one.leg is not Leg.PREFILL for one in self._computing)
 
@@ -199,12 +206,16 @@ class Scheduler:
         return not is_wanted and self._allocate(sequence, may_take_back=False)
 
     def granted(self, sequence: Sequence) -> None:
-        """The grant of one that asks exists: it is pulling where it has its blocks early, else it is admitted when
-        there is room."""
+        """The grant of an asking sequence exists. The sequence is pulling where it has early blocks; else it is
+        admitted when there is room."""
         if sequence.phase is Phase.ASKING:
             del self._asking[sequence]
-            sequence.phase, some = (Phase.PULLING, self._pulling) if sequence.blocks else (Phase.GRANTED, self._granted)
-            some[sequence] = None
+            if sequence.blocks:
+                sequence.phase = Phase.PULLING
+                self._pulling[sequence] = None
+            else:
+                sequence.phase = Phase.GRANTED
+                self._granted[sequence] = None
 
     def plan(self) -> Plan:
         """Decide the next step: allocate, preempt, admit, and share out the token budget."""
@@ -240,7 +251,7 @@ class Scheduler:
 
     def pulled(self, sequence: Sequence) -> None:
         """The transfer committed and drained: the prompt but its last token stands in the blocks; now it computes."""
-        self._part(sequence)
+        self._leave_remote_phases(sequence)
         sequence.phase = Phase.COMPUTING
         sequence.computed = sequence.prompt_tokens - 1
         self._computing.append(sequence)
@@ -252,7 +263,7 @@ class Scheduler:
         The other blocks are given back at once. Returns the key for :meth:`drained`. The sequence waits, first in
         line, to be computed here.
         """
-        self._part(sequence)
+        self._leave_remote_phases(sequence)
         last = blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)
         pulled = sequence.blocks[sequence.matched : last]
         self.pool.release(sequence.blocks[: sequence.matched] + sequence.blocks[last:])
@@ -274,10 +285,9 @@ class Scheduler:
         self._holding[sequence] = None
 
     def end(self, sequence: Sequence) -> None:
-        """It is over, whatever it was doing but waiting for a pull: take it out and give its blocks back. Repeats are
-        harmless.
+        """Remove a sequence in any phase but the remote ones, and give its blocks back. A second call does nothing.
 
-        Whatever vouches for the blocks elsewhere (a grant) must have ended before.
+        A grant of these blocks must have ended before.
         """
         if sequence.phase is Phase.ENDED:
             return
@@ -294,9 +304,10 @@ class Scheduler:
         self._reset(sequence)
         sequence.phase = Phase.ENDED
 
-    def _part(self, sequence: Sequence) -> None:
-        for some in (self._asking, self._granted, self._pulling):
-            some.pop(sequence, None)
+    def _leave_remote_phases(self, sequence: Sequence) -> None:
+        """Remove a sequence from the sets of the remote phases."""
+        for members in (self._asking, self._granted, self._pulling):
+            members.pop(sequence, None)
 
     def _admit(self) -> list[Sequence]:
         admitted: list[Sequence] = []
@@ -317,9 +328,8 @@ class Scheduler:
         return admitted
 
     def _next(self) -> Sequence | None:
-        """Whose turn it is among those that are first in line and have a slot: the oldest. A prompt that is computed
-        for others comes behind what is answered from here, as if it were younger by YIELD_S: it would keep blocks, not
-        free some."""
+        """The sequence to admit next: the oldest of those that are first in their queue and find a free slot. A prefill
+        leg counts as YIELD_S younger: it would keep blocks for another engine, where the others free theirs soon."""
         first: list[tuple[float, int, Sequence]] = []
         if self._granted and len(self._pulling) < self.limits.max_running:
             one = next(iter(self._granted))
@@ -330,7 +340,8 @@ class Scheduler:
         return min(first)[2] if first else None
 
     def _make_room(self, count: int) -> bool:
-        """Take early blocks back, the youngest's first, until ``count`` blocks are to be had; False: they are not."""
+        """Take early blocks back, those of the youngest sequence first, until ``count`` blocks are available. Whether
+        they are."""
         for sequence in [one for one in reversed(self._asking) if one.blocks]:
             if self.pool.available >= count:
                 break

@@ -1,10 +1,11 @@
 """Fields of a request that the built-in engine does not have and that would change its answer: refused by name.
 
-A client that sends ``top_k`` counts on it. An engine that leaves it out answers with other tokens than were asked for,
-and no client notices: each such field that OpenAI, vLLM, SGLang, llama.cpp or TGI take stands in one table here, with
-the values that ask for nothing (those are accepted: many clients send every field with its default). ``user``,
-``metadata`` and the like change no token and are accepted with any value. A field in neither table is *ignored*: it is
-named in the answer (``kvxfer.ignored_fields``) and, once a process, in the log.
+A client that sends ``top_k`` counts on it. An engine that leaves the field out answers with other tokens than the
+client asked for, and the client does not notice. So the table NEUTRAL has each such field that OpenAI, vLLM, SGLang,
+llama.cpp or TGI take, together with its neutral values: those that change no token. Neutral values are accepted, as
+many clients send every field with its default. ``user``, ``metadata`` and the like (HARMLESS) change no token and are
+accepted with any value. A field in neither table is *ignored*: the answer names it (``kvxfer.ignored_fields``), and the
+log does once in each process.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""Plans as indices into strided ranges over whole pools. Decides whether block ids can be the indices, and whether that
-list is shorter than the runs themselves; must never know what a list travels in.
+"""Writes a plan as indices into strided ranges that cover whole pools. Decides whether block ids can be the indices,
+and whether that list is shorter than a list of runs; must never know what a list travels in.
+
+A strided range over a pool numbers its descriptors from 0: by block, where all segments begin at the same slot of their
+blocks, or by *unit*, where a token-linear pool is divided into units of as many tokens as a segment has. Segments are
+of one *kind* where the same strided ranges can number them, at the source and at the destination.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from kvxfer.layout.token_segments import TokenSegments
 
 RANGE_BYTES = 36
 INDEX_BYTES = 4
-"""What one strided range, and one index, takes in a list on the wire."""
+"""Bytes of one strided range, and of one index, in a list on the wire."""
 
 DESCRIPTORS_MAX = (1 << 32) - 1
-"""Of one list of strided ranges: an index is 32 bits."""
+"""Most descriptors of one list of strided ranges: an index has 32 bits."""
 
 KINDS_MAX = 16
-"""Ways in which segments may lie in their blocks, of one plan; with more, runs are shorter anyway."""
+"""Most kinds of segments in one span. With more kinds, a list of runs is shorter anyway."""
 
 
 class IndexedRanges(NamedTuple):
@@ -44,8 +48,9 @@ class IndexedRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where the segments of one kind lie: segment i is descriptor ``indices[i]`` of ``count``, in a strided range that
-    begins at slot ``slot`` of block 0, with steps of ``stride_tokens`` tokens (0: of a block)."""
+    """How one side numbers the segments of one kind: segment i is descriptor ``indices[i]`` of the ``count``
+    descriptors of a strided range. The range begins at slot ``slot`` of block 0. It steps by ``stride_tokens`` tokens,
+    or by one block where that is 0."""
 
     indices: I64
     count: int
@@ -57,13 +62,14 @@ class _Side:
 
 
 def pool_ranges(spans: tuple[TokenSpan, ...], bytes_below: int) -> IndexedRanges | None:
-    """The plan as indices; None where block ids cannot be indices, or the list would take ``bytes_below`` or more."""
+    """The plan as indices. None where block ids cannot be indices, or where the list would take ``bytes_below`` bytes
+    or more."""
     tables: tuple[list[U64], list[U64]] = ([], [])
     indices: tuple[list[I64], list[I64]] = ([], [])
-    numbered = [0, 0]
+    numbered = [0, 0]  # descriptors of the strided ranges so far, on each side
     cost = 0
     for span in spans:
-        for segments in _kinds(span):
+        for segments in _segments_by_kind(span):
             if segments is None:
                 return None
             tokens = int(segments.tokens[0])
@@ -72,7 +78,7 @@ def pool_ranges(spans: tuple[TokenSpan, ...], bytes_below: int) -> IndexedRanges
                 _side(span.destination, segments.destination_block, segments.destination_slot, tokens),
             )
             for box in span.boxes(tokens):
-                # Descriptors of one block follow each other, layer by layer: near ones lie in the same pages.
+                # Axes within a block vary fastest, so that descriptors in the same memory pages follow each other.
                 near = tuple(axis for axis in box.axes if axis.is_near)
                 far = tuple(axis for axis in box.axes if not axis.is_near)
                 inner = math.prod(axis.size for axis in near)
@@ -108,12 +114,13 @@ def pool_ranges(spans: tuple[TokenSpan, ...], bytes_below: int) -> IndexedRanges
     )
 
 
-def _kinds(span: TokenSpan) -> Iterator[TokenSegments | None]:
-    """Segments sorted by how they lie in their blocks on both sides; a None at the end: there are too many kinds."""
+def _segments_by_kind(span: TokenSpan) -> Iterator[TokenSegments | None]:
+    """The segments of each kind. None at the end where there are more than KINDS_MAX kinds."""
     rest = span.segments
+    # Numbers that are equal for segments of one kind: their tokens, and their start key on each side.
     ours, theirs = span.source, span.destination
-    kind = rest.tokens * ours.block_tokens + _phase(ours, rest.source_slot, rest.tokens)
-    kind = kind * theirs.block_tokens + _phase(theirs, rest.destination_slot, rest.tokens)
+    kind = rest.tokens * ours.block_tokens + _start_key(ours, rest.source_slot, rest.tokens)
+    kind = kind * theirs.block_tokens + _start_key(theirs, rest.destination_slot, rest.tokens)
     for _ in range(KINDS_MAX):
         if len(rest) == 0:
             return
@@ -126,20 +133,24 @@ def _kinds(span: TokenSpan) -> Iterator[TokenSegments | None]:
     yield None
 
 
-def _phase(layout: KvLayout, slot: I64, tokens: I64) -> I64:
-    """What segments of one kind have in common: the slot, or where it may be any multiple of their tokens, the rest."""
-    return slot % tokens if _is_unit_free(layout, tokens) else slot
+def _start_key(layout: KvLayout, slot: I64, tokens: I64) -> I64:
+    """What the slots of segments of one kind have in common on one side: all of the slot; or, where the side numbers by
+    unit, its remainder by the tokens of a unit."""
+    return slot % tokens if _is_divided_in_units(layout, tokens) else slot
 
 
-def _is_unit_free(layout: KvLayout, tokens: I64 | int) -> bool:
-    """Whether descriptors of so many tokens may be numbered across blocks: token-linear, and they divide a block."""
+def _is_divided_in_units(layout: KvLayout, tokens: I64 | int) -> bool:
+    """Whether a layout can number by units of so many tokens: it is token-linear, and units fill each block exactly."""
     return layout.is_token_linear and bool(np.all(layout.block_tokens % np.asarray(tokens) == 0))
 
 
 def _side(layout: KvLayout, block: I64, slot: I64, tokens: int) -> _Side:
+    """Number the segments of one kind on one side: by block where they begin at one slot, else by unit."""
     first = int(slot[0])
     if (slot == first).all():
         return _Side(block, layout.block_count, first, 0)
-    each = layout.block_tokens // tokens
-    phase = first % tokens
-    return _Side(block * each + slot // tokens, layout.block_count * each - (phase > 0), phase, tokens)
+    units = layout.block_tokens // tokens
+    offset = first % tokens
+    # Where units do not begin at slot 0, the last one would end after the pool's end.
+    count = layout.block_count * units - (1 if offset else 0)
+    return _Side(block * units + slot // tokens, count, offset, tokens)

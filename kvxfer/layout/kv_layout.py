@@ -1,5 +1,6 @@
-"""Where one rank keeps the keys and values of which layers and heads: the words that a transfer plan is made of.
-Decides what a sound layout is (no two elements share a byte); must never know an address, an engine or a wire.
+"""Describes where one rank keeps the keys and values of its layers and heads. Transfer plans are made from two of these
+descriptions. Decides what a sound layout is (no two elements share a byte); must never know an address, an engine or a
+wire.
 
 An element is named by (layer, part, token, head, dim). A part is one thing kept for every token: ``k`` and ``v``, or
 the one ``latent`` of MLA. A token of a sequence lies in a slot of a block, and the element's byte offset is
@@ -7,8 +8,8 @@ the one ``latent`` of MLA. A token of a sequence lies in a slot of a block, and 
     offsets[layer][part] + block * block_stride + slot * token_stride
                          + (head - head_offset) * head_stride + dim * dim_stride
 
-in region ``regions[layer][part]``. That says HND, NHD, K before V, K beside V, one region or one for each layer,
-token-major pools and transposed keys alike; ``packing`` names what it cannot say.
+in region ``regions[layer][part]``. The strides describe HND, NHD, K before V, K beside V, one region or one for each
+layer, token-major pools and transposed keys; ``packing`` names an order that they cannot describe.
 """
 
 from __future__ import annotations
@@ -186,11 +187,16 @@ class KvLayout:
             inner += stride * (size - 1)
 
     def _check_planes(self) -> None:
-        """No byte may belong to two layers or parts.
+        """Raise InvalidArgumentError where a byte belongs to two layers or parts.
 
-        Two planes whose wide axes have equal strides overlap if and only if their distance, brought near zero by steps
-        of those axes, is shorter than what lies within; strides nest, so only the two nearest steps of an axis matter.
-        Where the axes within differ, planes that interleave there are refused too: no known engine has such.
+        A *plane* is one part of one layer. Two planes of a region overlap where an element of one overlaps an element
+        of the other. The check takes the axes of both planes from the widest to the narrowest, as long as their strides
+        are equal. A step along such an axis moves one element against the other by its stride, so the check subtracts
+        from the planes' distance the number of steps that brings it nearest to zero. The remaining axes are shorter
+        than a stride (``_check_part``), so only the next steps below and above zero can matter: both are kept. At the
+        end the planes overlap where a distance is shorter than the extent of the remaining axes. Where the remaining
+        axes have different strides, planes that interleave without an overlap are refused too: no known engine has
+        such planes.
         """
         regions, offsets = self._tables
         for a, b in itertools.combinations_with_replacement(range(len(self.parts)), 2):
@@ -218,7 +224,7 @@ class KvLayout:
 
 
 def _extent(axes: list[tuple[int, int]], item: int) -> int:
-    """Bytes from the first of the elements to behind the last one."""
+    """Bytes from the begin of the first element to the end of the last one."""
     return sum(stride * (size - 1) for stride, size in axes) + item
 
 

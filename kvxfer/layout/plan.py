@@ -1,8 +1,15 @@
-"""What to read and where to put it: block ids and layouts of two pools become coalesced strided runs. Decides which
-bytes of a source make which bytes of a destination; must never know lanes, peers or when it happens.
+"""Plans a transfer between two pools: it turns the block ids and layouts of both into coalesced strided runs. Decides
+which bytes of the source are copied to which bytes of the destination; must never know lanes, peers or when it happens.
 
-The work is in steps of which none loops over blocks: tokens are cut into segments (``token_segments``), the bytes
-of one segment into boxes (``strided_boxes``), and both are multiplied into arrays (``runs``) when they are asked for.
+The terms of this package:
+
+- a *span* (``span``): some tokens, layers and heads that move between two layouts; a plan is a list of spans;
+- a *segment* (``token_segments``): a part of the tokens that lies within one block on both sides;
+- a *box* (``strided_boxes``): the bytes of one segment, as equal contiguous ranges at regular steps;
+- a *bundle* (``runs``): one box times many segments, as arrays;
+- a *run*: ``count`` contiguous ranges (*descriptors*) of one length, at one step on each side.
+
+No step loops over blocks in Python. The arrays are made when a caller first asks for them.
 """
 
 from __future__ import annotations
@@ -48,7 +55,8 @@ class LayoutPlan:
 
     @staticmethod
     def join(plans: Iterable[LayoutPlan]) -> LayoutPlan:
-        """Several plans as one, in that order: the cache groups of a hybrid model, say, between the same two ranks."""
+        """Several plans as one, in that order: for example the cache groups of a hybrid model, for the same two
+        ranks."""
         return LayoutPlan(tuple(span for plan in plans for span in plan.spans))
 
     @functools.cached_property
@@ -83,8 +91,9 @@ class LayoutPlan:
         """The plan as two lists: strided ranges (region, offset, stride, length, count), and indices that say which
         of their descriptors are copied in which order.
 
-        Scattered blocks become strided ranges over the whole pool with their block ids as the indices; anything else
-        becomes one strided range a run, all descriptors in order. The list that is shorter on the wire is taken.
+        There are two forms, and the one that is shorter on the wire is taken. Scattered blocks become strided ranges
+        over the whole pool, with the block ids as indices. Anything else becomes one strided range for each run, with
+        all descriptors in order.
         Raises LimitExceededError where there are more descriptors than a list can number.
         """
         descriptors, rows = self.descriptor_count, self.count

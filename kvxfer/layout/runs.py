@@ -1,5 +1,5 @@
-"""Strided runs as arrays: boxes of bytes times segments of tokens. Decides which axis a run steps along, and which
-neighbours are one run; must never know layers, heads or why the bytes move.
+"""Makes arrays of strided runs from boxes of bytes and segments of tokens. Decides along which axis a run steps, and
+which neighbouring ranges become one; must never know layers, heads or why the bytes move.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ NEAR_WEIGHT = 4
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """``e`` bases times ``s`` places: e * s runs, base by base.
+    """The runs of one box and many segments: one run for each pair of a base and a place, all places of the first base
+    first.
 
-    ``source_at`` and ``destination_at`` are (s,) bytes to add to a base; length, count and strides are one number for
-    all runs, or (s,).
+    A *base* is a byte offset in a region (one for each layer, part and step of the axes that no run steps along). The
+    arrays of bases have shape (e,). A *place* is the bytes from a base to a segment: ``source_at`` and
+    ``destination_at`` have shape (s,). Length, count and strides are one number for all runs, or have shape (s,).
     """
 
     source_region: I64
@@ -67,14 +69,15 @@ def bundle_blocks(box: StridedBox, segments: TokenSegments) -> Bundle:
 
 
 def bundle_tokens(box: StridedBox, segments: TokenSegments) -> Bundle:
-    """Runs of segments of any length, of a box of one token, where both sides are token-linear."""
+    """Runs of segments of any number of tokens, where both sides are token-linear; ``box`` is that of one token."""
     ours, theirs = box.source.token_stride, box.destination.token_stride
     if ours == theirs == box.length:
         lengths = segments.tokens * box.length
         axis = _best_axis(box, int(lengths.max(initial=0)))
         is_uniform = bool((lengths == lengths[0]).all())
         return _bundle(box, segments, int(lengths[0]) if is_uniform else lengths, axis)
-    # An axis that tokens continue makes the steps of a run shorter and more: heads in tokens, say.
+    # A run may step from token to token. Where an axis (heads, for example) ends on both sides exactly where the next
+    # token begins, the run may step along that axis instead, and go on through all tokens.
     inner = next(
         (
             axis
@@ -84,9 +87,10 @@ def bundle_tokens(box: StridedBox, segments: TokenSegments) -> Bundle:
         Axis(1, ours, theirs, True),
     )
     axis = _best_axis(box, box.length)
-    mean = int(segments.tokens.sum()) * inner.size / len(segments)
+    mean_count = int(segments.tokens.sum()) * inner.size / len(segments)
     is_overlapping = min(inner.source_stride, inner.destination_stride) < box.length
-    if is_overlapping or (axis is not None and _worth(axis) > mean * NEAR_WEIGHT):
+    if is_overlapping or (axis is not None and _weighted_size(axis) > mean_count * NEAR_WEIGHT):
+        # Runs along ``inner`` overlap, or would be shorter: each token is a place, and runs step along another axis.
         return _bundle(box, segments.singles(), box.length, axis)
     return Bundle(
         *box.spread(tuple(other for other in box.axes if other is not inner)),
@@ -101,14 +105,16 @@ def bundle_tokens(box: StridedBox, segments: TokenSegments) -> Bundle:
 def _best_axis(box: StridedBox, length: int) -> Axis | None:
     """The axis that a run of descriptors of ``length`` bytes steps along; they must not overlap on either side."""
     usable = [axis for axis in box.axes if min(axis.source_stride, axis.destination_stride) >= length]
-    return max(usable, key=_worth, default=None)
+    return max(usable, key=_weighted_size, default=None)
 
 
-def _worth(axis: Axis) -> int:
+def _weighted_size(axis: Axis) -> int:
+    """The steps of an axis, those within a block weighted."""
     return axis.size * (NEAR_WEIGHT if axis.is_near else 1)
 
 
 def _places(box: StridedBox, segments: TokenSegments) -> tuple[I64, I64]:
+    """Bytes from a base to each segment, at the source and at the destination."""
     return (
         place(box.source, segments.source_block, segments.source_slot),
         place(box.destination, segments.destination_block, segments.destination_slot),
@@ -121,16 +127,18 @@ def place(base: Base, block: I64, slot: I64) -> I64:
 
 
 def _bundle(box: StridedBox, segments: TokenSegments, length: int | I64, axis: Axis | None) -> Bundle:
+    """Runs along ``axis`` (``None``: along the segments), with ``length`` bytes at each place. Places that continue
+    each other on both sides become one, where the longer range still fits into a step of the axis."""
     bases = box.spread(tuple(other for other in box.axes if other is not axis))
     source_at, destination_at = _places(box, segments)
-    ends = (source_at[:-1] + _but_last(length) == source_at[1:]) & (
+    joins = (source_at[:-1] + _but_last(length) == source_at[1:]) & (
         destination_at[:-1] + _but_last(length) == destination_at[1:]
     )
-    if ends.any():
-        heads = np.flatnonzero(np.concatenate([[True], ~ends]))
-        merged = np.add.reduceat(np.broadcast_to(np.asarray(length), source_at.shape), heads)
+    if joins.any():
+        begins = np.flatnonzero(np.concatenate([[True], ~joins]))
+        merged = np.add.reduceat(np.broadcast_to(np.asarray(length), source_at.shape), begins)
         if axis is None or int(merged.max()) <= min(axis.source_stride, axis.destination_stride):
-            source_at, destination_at, length = source_at[heads], destination_at[heads], merged
+            source_at, destination_at, length = source_at[begins], destination_at[begins], merged
     if axis is not None:
         steps = (axis.source_stride, axis.destination_stride)
         return Bundle(*bases, source_at, destination_at, length, axis.size, *steps)
@@ -142,32 +150,35 @@ def _but_last(value: int | I64) -> int | I64:
 
 
 def _progressions(bases: tuple[I64, I64, I64, I64], source_at: I64, destination_at: I64, length: int | I64) -> Bundle:
-    """Three or more places at equal steps on both sides become one run that steps along the blocks."""
-    ours, theirs = np.diff(source_at), np.diff(destination_at)
-    longest = length if isinstance(length, int) else length[:-2]
-    is_even = (ours[1:] == ours[:-1]) & (theirs[1:] == theirs[:-1])
-    is_even &= (ours[1:] >= longest) & (theirs[1:] >= longest)
+    """Three or more places of one length, at one step on each side, become one run that steps from place to place."""
+    source_steps, destination_steps = np.diff(source_at), np.diff(destination_at)
+    shortest_step = length if isinstance(length, int) else length[:-2]
+    # is_even[i]: the places i, i + 1 and i + 2 have equal steps and lengths, and do not overlap.
+    is_even = (source_steps[1:] == source_steps[:-1]) & (destination_steps[1:] == destination_steps[:-1])
+    is_even &= (source_steps[1:] >= shortest_step) & (destination_steps[1:] >= shortest_step)
     if not isinstance(length, int):
         is_even &= (length[1:-1] == length[:-2]) & (length[2:] == length[:-2])
     if not is_even.any():
         return Bundle(*bases, source_at, destination_at, length, 1, length, length)
+    # follows[i]: place i belongs to the run of the place before it.
     follows = np.zeros(len(source_at), bool)
     follows[2:] = is_even
     follows[1:-1] |= is_even
     starts = np.flatnonzero(is_even & ~np.concatenate([[False], is_even[:-1]]))
-    # Where one progression ends and another begins at the same place, the first one keeps it.
+    # A place can be the last of one progression and the first of the next. The earlier run keeps it, and the later run
+    # begins at the place after it.
     follows[starts[follows[starts]] + 1] = False
-    heads = np.flatnonzero(~follows)
-    counts = np.diff(heads, append=len(source_at))
-    lengths = np.broadcast_to(np.asarray(length), source_at.shape)[heads]
+    begins = np.flatnonzero(~follows)
+    counts = np.diff(begins, append=len(source_at))
+    lengths = np.broadcast_to(np.asarray(length), source_at.shape)[begins]
     is_long = counts > 1
-    steps = np.minimum(heads, len(ours) - 1)
+    steps = np.minimum(begins, len(source_steps) - 1)
     return Bundle(
         *bases,
-        source_at[heads],
-        destination_at[heads],
+        source_at[begins],
+        destination_at[begins],
         lengths,
         counts,
-        np.where(is_long, ours[steps], lengths),
-        np.where(is_long, theirs[steps], lengths),
+        np.where(is_long, source_steps[steps], lengths),
+        np.where(is_long, destination_steps[steps], lengths),
     )

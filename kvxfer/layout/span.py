@@ -1,5 +1,5 @@
-"""Some tokens of some layers and heads, between one pair of layouts. Decides how they fall into bundles of runs; must
-never know how block ids were come by, nor in which form the runs are asked for.
+"""A span: some tokens, layers and heads that move between two layouts. Decides how a span is divided into bundles of
+runs; must never know where the block ids came from, nor in which form a caller wants the runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.layout.token_segments import TokenSegments, join
 
 @dataclasses.dataclass(frozen=True)
 class TokenSpan:
-    """What a plan is a list of; both sides hold these layers, heads and tokens."""
+    """Tokens, layers and heads that both sides hold; a plan is a list of spans."""
 
     source: KvLayout
     destination: KvLayout
@@ -31,16 +31,18 @@ class TokenSpan:
         return int(self.segments.tokens.sum()) * len(self.layers) * len(self.heads) * width
 
     def boxes(self, tokens: int) -> list[StridedBox]:
-        """What a segment of so many tokens is made of; 1 leaves the token axis to the caller."""
+        """The boxes of a segment of so many tokens. With ``tokens`` 1 the boxes have no token axis, and the caller adds
+        it."""
         return build_boxes(self.source, self.destination, self.layers, self.heads, tokens)
 
     def bundles(self) -> Iterator[Bundle]:
+        """One bundle for each box. Where a side is not token-linear, each number of tokens has boxes of its own."""
         if len(self.segments) == 0:
             return
-        ours = self.source.block_tokens if self.source.is_token_linear else 0
-        theirs = self.destination.block_tokens if self.destination.is_token_linear else 0
-        segments = join(self.segments, ours, theirs)
-        if ours and theirs:
+        source_tokens = self.source.block_tokens if self.source.is_token_linear else 0
+        destination_tokens = self.destination.block_tokens if self.destination.is_token_linear else 0
+        segments = join(self.segments, source_tokens, destination_tokens)
+        if source_tokens and destination_tokens:
             yield from (bundle_tokens(box, segments) for box in self.boxes(1))
             return
         for tokens in np.flatnonzero(np.bincount(segments.tokens)):

@@ -1,9 +1,10 @@
-"""What one segment of tokens is made of in bytes: boxes of equal runs, as few and as long as both layouts allow.
+"""Divides the bytes of one segment of tokens into boxes: equal byte ranges, as few and as long as both layouts allow.
 Decides which axes are contiguous on both sides at once; must never know block ids.
 
-A box is a contiguous run repeated along some regular axes, at several bases. Fusing takes an axis into the run where
-it is contiguous on both sides, makes one axis of two that continue each other, and one box of two parts that touch or
-lie at one distance on both sides. It is arithmetic on strides alone, so equal layouts need no case of their own.
+A box is a contiguous byte range that repeats along some regular axes, at several bases (one for each layer). Three
+steps make boxes fewer and ranges longer. An axis that is contiguous on both sides becomes part of the range. Two axes
+that continue each other become one axis. The boxes of two parts become one box, where the parts touch or lie at one
+distance on both sides. All of this is arithmetic on strides, so equal layouts need no special case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvxfer.layout.kv_layout import I64, KvLayout
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """``size`` steps of so many bytes on either side; ``is_near``: within a block at the source."""
+    """``size`` steps of ``source_stride`` and ``destination_stride`` bytes. ``is_near``: the steps stay within a block
+    at the source."""
 
     size: int
     source_stride: int
@@ -27,7 +29,8 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """One side of a box: its bases, (m,) int64 each, and how a segment's place moves them."""
+    """One side of a box: its bases (``region`` and ``offset``, shape (m,) int64), and the bytes by which the block and
+    the slot of a segment move them."""
 
     region: I64
     offset: I64
@@ -35,6 +38,7 @@ class Base:
     token_stride: int
 
     def moves_like(self, other: Base) -> bool:
+        """Whether every segment moves both by the same bytes, in the same regions."""
         strides = (self.block_stride, self.token_stride)
         return strides == (other.block_stride, other.token_stride) and np.array_equal(self.region, other.region)
 
@@ -57,7 +61,8 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class StridedBox:
-    """Runs of ``length`` bytes at every base and every step of every axis; the two sides go in step."""
+    """Ranges of ``length`` bytes at every base and every step of every axis. Both sides have the same steps, so the
+    ranges pair."""
 
     length: int
     axes: tuple[Axis, ...]
@@ -65,7 +70,8 @@ class StridedBox:
     destination: Base
 
     def spread(self, axes: tuple[Axis, ...]) -> tuple[I64, I64, I64, I64]:
-        """All bases along ``axes``, the last one fastest: source region and offset, destination's; (e,) each."""
+        """The bases and their copies along ``axes``, the last axis fastest: region and offset at the source, region and
+        offset at the destination, shape (e,) each."""
         source, destination = self.source.offset, self.destination.offset
         for axis in axes:
             steps = np.arange(axis.size, dtype=np.int64)
@@ -85,8 +91,8 @@ def build_boxes(
     source_rows = np.array([source.layers.index(layer) for layer in layers])
     destination_rows = np.array([destination.layers.index(layer) for layer in layers])
     columns = {part.name: column for column, part in enumerate(destination.parts)}
-    # A whole block begins at slot 0, unless it goes on into the next one: slots do not matter, and transposed keys may
-    # be one run with their values.
+    # A segment that fills a block begins at slot 0, unless the side is token-linear. Its slot moves no base then, so
+    # the token strides of two parts may differ: transposed keys and their values can still be joined in one range.
     is_whole = [tokens == side.block_tokens and not side.is_token_linear for side in (source, destination)]
     boxes = []
     for column, ours in enumerate(source.parts):
@@ -107,6 +113,7 @@ def build_boxes(
             Base(to_region, to_offset, theirs.block_stride, 0 if is_whole[1] else theirs.token_stride),
         )
         boxes.append(_fuse(_with_layer_axis(box)))
+    # Parts that lie at one distance can fuse into boxes that touch, hence the second pass for those.
     for is_touching in (True, False, True):
         boxes = _join_all(boxes, is_touching)
     return boxes
@@ -129,6 +136,7 @@ def _with_layer_axis(box: StridedBox) -> StridedBox:
 
 
 def _fuse(box: StridedBox) -> StridedBox:
+    """Take contiguous axes into the range, and merge axes that continue each other, until nothing changes."""
     length, axes = box.length, list(box.axes)
     is_changed = True
     while is_changed:
@@ -158,6 +166,7 @@ def _continues(inner: Axis, outer: Axis) -> bool:
 
 
 def _join_all(boxes: list[StridedBox], is_touching: bool) -> list[StridedBox]:
+    """Join each box with the first earlier one that it can be joined with."""
     joined: list[StridedBox] = []
     for box in boxes:
         for at, known in enumerate(joined):
@@ -171,7 +180,8 @@ def _join_all(boxes: list[StridedBox], is_touching: bool) -> list[StridedBox]:
 
 
 def _join(first: StridedBox, second: StridedBox, is_touching: bool) -> StridedBox | None:
-    """Two parts as one box: one run where they touch, else an axis of two steps."""
+    """Two parts as one box: one longer range where they touch (``is_touching``), else an axis of two steps. None where
+    they cannot be joined."""
     if first.axes != second.axes or len(first.source.offset) != len(second.source.offset):
         return None
     if not first.source.moves_like(second.source) or not first.destination.moves_like(second.destination):

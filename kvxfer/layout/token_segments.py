@@ -18,7 +18,7 @@ class TokenSegments:
     """Segment i is ``tokens[i]`` tokens from slot ``source_slot[i]`` of block ``source_block[i]`` on at the source, and
     the like at the destination. All arrays (n,) int64.
 
-    Where a side is token-linear, a segment may run on into the blocks behind.
+    Where a side is token-linear (:attr:`KvLayout.is_token_linear`), a segment may continue into the next blocks.
     """
 
     source_block: I64
@@ -33,29 +33,29 @@ class TokenSegments:
     def take(self, which: I64 | npt.NDArray[np.bool_]) -> TokenSegments:
         count = len(which) if which.dtype.kind == "i" else int(np.count_nonzero(which))
 
-        def of(values: I64) -> I64:
-            # Slots and tokens are mostly all the same, and a gather costs more than to see that.
+        def gather(values: I64) -> I64:
+            # Most slots and token counts are equal, and the comparison costs less than indexing.
             is_same = values.strides == (0,) or (len(values) > 0 and bool((values == values[0]).all()))
             return np.broadcast_to(values[:1], (count,)) if is_same else values[which]
 
         return TokenSegments(
-            of(self.source_block),
-            of(self.source_slot),
-            of(self.destination_block),
-            of(self.destination_slot),
-            of(self.tokens),
+            gather(self.source_block),
+            gather(self.source_slot),
+            gather(self.destination_block),
+            gather(self.destination_slot),
+            gather(self.tokens),
         )
 
     def singles(self) -> TokenSegments:
         """The same tokens, one a segment."""
-        of = np.repeat(np.arange(len(self)), self.tokens)
-        within = np.arange(len(of)) - (np.cumsum(self.tokens) - self.tokens)[of]
+        segment = np.repeat(np.arange(len(self)), self.tokens)
+        within = np.arange(len(segment)) - (np.cumsum(self.tokens) - self.tokens)[segment]
         return TokenSegments(
-            self.source_block[of],
-            self.source_slot[of] + within,
-            self.destination_block[of],
-            self.destination_slot[of] + within,
-            np.ones(len(of), np.int64),
+            self.source_block[segment],
+            self.source_slot[segment] + within,
+            self.destination_block[segment],
+            self.destination_slot[segment] + within,
+            np.ones(len(segment), np.int64),
         )
 
 
@@ -73,9 +73,9 @@ class BlockList:
         return self.start + len(self.blocks) * self.block_tokens
 
     def cuts(self, first: int, last: int) -> I64:
-        """Tokens between ``first`` and ``last``, both left out, at which a block begins."""
-        past = (first - self.start) // self.block_tokens + 1
-        return np.arange(self.start + past * self.block_tokens, last, self.block_tokens, dtype=np.int64)
+        """The tokens after ``first`` and before ``last`` at which a block begins."""
+        next_block = (first - self.start) // self.block_tokens + 1
+        return np.arange(self.start + next_block * self.block_tokens, last, self.block_tokens, dtype=np.int64)
 
     def check_distinct(self, first: int, last: int, block_count: int) -> None:
         """Raise InvalidArgumentError where two of the blocks that hold tokens [first, last) are one."""
@@ -112,10 +112,11 @@ def check_blocks(name: str, blocks: npt.ArrayLike, block_count: int) -> I64:
 
 
 def cut(source: BlockList, destination: BlockList, first: int, last: int) -> TokenSegments:
-    """Tokens [first, last), which both lists must hold, as segments in the order of their places at the source."""
-    cuts, others = source.cuts(first, last), destination.cuts(first, last)
-    if not np.array_equal(cuts, others):
-        cuts = np.union1d(cuts, others)
+    """Cut tokens [first, last), which both lists must hold, where a block begins on either side. The segments are in
+    the order in which they lie in the source pool."""
+    cuts, their_cuts = source.cuts(first, last), destination.cuts(first, last)
+    if not np.array_equal(cuts, their_cuts):
+        cuts = np.union1d(cuts, their_cuts)
     starts = np.concatenate([np.array([first], np.int64), cuts])
     tokens = np.diff(starts, append=last)
     segments = TokenSegments(*source.locate(starts), *destination.locate(starts), tokens)
@@ -126,23 +127,25 @@ def cut(source: BlockList, destination: BlockList, first: int, last: int) -> Tok
 
 
 def join(segments: TokenSegments, source_tokens: int, destination_tokens: int) -> TokenSegments:
-    """Neighbours that continue each other on both sides, as one.
+    """Merge neighbouring segments that continue each other on both sides.
 
-    ``source_tokens`` (``destination_tokens``): the tokens of a block where that side is token-linear, else 0: then a
-    segment ends where its block does.
+    ``source_tokens`` (``destination_tokens``): the tokens of a block, where that side is token-linear. Else 0: then no
+    merged segment crosses a block's end.
     """
     if len(segments) < 2:
         return segments
-    goes_on = _goes_on(segments.source_block, segments.source_slot, segments.tokens, source_tokens)
-    goes_on &= _goes_on(segments.destination_block, segments.destination_slot, segments.tokens, destination_tokens)
-    if not goes_on.any():
+    is_continued = _is_continued(segments.source_block, segments.source_slot, segments.tokens, source_tokens)
+    is_continued &= _is_continued(
+        segments.destination_block, segments.destination_slot, segments.tokens, destination_tokens
+    )
+    if not is_continued.any():
         return segments
-    heads = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-    joined = segments.take(heads)
-    return dataclasses.replace(joined, tokens=np.add.reduceat(segments.tokens, heads))
+    begins = np.flatnonzero(np.concatenate([[True], ~is_continued]))
+    joined = segments.take(begins)
+    return dataclasses.replace(joined, tokens=np.add.reduceat(segments.tokens, begins))
 
 
-def _goes_on(block: I64, slot: I64, tokens: I64, linear_tokens: int) -> npt.NDArray[np.bool_]:
+def _is_continued(block: I64, slot: I64, tokens: I64, linear_tokens: int) -> npt.NDArray[np.bool_]:
     """Whether segment i + 1 begins where segment i ends, shape (n - 1,)."""
     if linear_tokens:
         slot, block = block * linear_tokens + slot, np.zeros_like(block)

@@ -21,12 +21,12 @@ _DECODER = json.JSONDecoder()
 def with_members(
     body: bytes, names: Collection[str], added: Mapping[str, Any], *, without: Collection[str] = ()
 ) -> bytes:
-    """The JSON object ``body`` with the members ``added`` at its end, in place of any that have these names, and
-    without those that are named in ``without``.
+    """The JSON object ``body`` with the members ``added`` at its end. Members with the same names, and those named in
+    ``without``, are removed.
 
-    ``body`` is one that :func:`kvxfer.openai.schemas.load_object` takes, and ``names`` are its members'. The object is
-    looked through only where one of them has to go. It grows by no more than the added members take, written compactly
-    in ASCII, with a comma each. Raises RequestError for nesting at the very limit.
+    ``body`` is one that :func:`kvxfer.openai.schemas.load_object` takes, and ``names`` are the names of its members.
+    The object is parsed only where a member has to be removed. It grows by no more than the added members take, written
+    compactly in ASCII, with a comma each. Raises RequestError for nesting at the very limit.
     """
     texts = [_encode(name) + b":" + _encode(value) for name, value in added.items()]
     dropped = {*added, *without}

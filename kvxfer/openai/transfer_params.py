@@ -20,9 +20,9 @@ TIMEOUT_MAX_S = 86400.0
 BODY_BYTES_MAX = 16 << 20
 """Longest body of a client, where nothing else is said."""
 LEG_BYTES_MAX = 4096
-"""No more than this does the router add to a client's body for a leg: with two addresses of the longest kind, and in
-the words of any dialect. A worker's bound lies above the router's by as much, so that it never refuses what the router
-let in."""
+"""Most bytes that the router adds to a client's body for a leg (the prefill or the decode half of a request), in any
+dialect and with the longest addresses. A worker's bound lies above the router's by as much, so a worker never refuses a
+body that the router accepted."""
 
 
 class Part(enum.StrEnum):

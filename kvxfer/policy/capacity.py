@@ -1,7 +1,8 @@
 """How long a request a worker can hold: the context that its engine was started with, and the tokens of its KV pool.
 
-Compares sizes of whole workers: it never knows what is free in a pool now, nor how text becomes tokens. What a worker
-does not say is unknown, and refuses no request: the worker itself does, with the code of ``errors.DoesNotFitError``.
+Compares sizes of whole workers: it never knows what is free in a pool now, nor how text becomes tokens. A size that a
+worker does not report is unknown. An unknown size refuses no request here; the worker refuses it, with the code of
+``errors.DoesNotFitError``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import dataclasses
 from kvxfer.types import Member
 
 PAGES = "page:"
-"""How the axes of pools begin whose blocks are one layer's: as many of them make one block of tokens as there are
-layers."""
+"""The axes of a pool of pages begin with this. A page is a block of one layer, so a block of tokens takes one page for
+each layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
     """What one request takes at least, in tokens.
 
-    ``prompt_tokens`` is exact where the prompt came as token ids or a worker counted it, else a lower bound. Of the
-    ``answer_tokens`` the last needs no KV.
+    ``prompt_tokens`` is exact where the prompt came as token ids or a worker counted it, else a lower bound. The last
+    of the ``answer_tokens`` needs no KV.
     """
 
     prompt_tokens: int = 1
@@ -32,7 +33,7 @@ class Need:
 
 
 ANY = Need()
-"""Of a request of which nothing is known."""
+"""The need of a request of unknown size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,10 @@ class Capacity:
     context_tokens: int | None = None
     """Prompt and answer together."""
     pool_tokens: int | None = None
-    """With KV: all of the prompt and the answer but its last token."""
+    """Tokens whose KV fits: the prompt, and the answer but its last token."""
 
     def holds_prompt(self, need: Need) -> bool:
-        """Whether it could compute the prompt for another worker; for that its context must have room for one token
-        more, which engines ask for."""
+        """Whether it could compute the prompt for another worker. Engines ask for one token of answer even then."""
         return self.holds(dataclasses.replace(need, answer_tokens=1))
 
     def holds(self, need: Need) -> bool:

@@ -1,11 +1,12 @@
 """Decides which lanes can carry a read, best first, and says of every other lane why not; must never know how a lane
 moves bytes, nor try one.
 
-What can be is known from four things: what the operators of both sides allow (an address names the lanes that its agent
-serves), where the two are, whose memory it is, and what kind of memory. What is best among those is measured
-(:mod:`kvxfer.policy.calibration`). A lane that is possible here may still turn out not to be there for us (a socket
-file that a container does not see, a ptrace rule, a mapping that is refused): the native core then goes on to the next
-one of the list and notes why, and both texts together are the transfer's ``lane_reason``.
+Four facts decide which lanes are possible: the lanes that the operators of both sides allow (an address names the lanes
+that its agent serves), the hosts and users of both agents, how the source pool is exposed, and the kind of memory.
+Measurements decide which possible lane is tried first (:mod:`kvxfer.policy.calibration`). A possible lane may still
+fail when it is used: a container does not see the socket file, a ptrace rule forbids the read, the kernel refuses a
+mapping. Then the native core takes the next lane of the list and notes why. Both texts together are the transfer's
+``lane_reason``.
 """
 
 from __future__ import annotations
@@ -78,19 +79,19 @@ def explain(
     passed_over: Mapping[Lane, str] | None = None,
     is_checked: bool | None = None,
 ) -> str:
-    """One sentence for people: why ``lane`` (``None``: nothing) was used, and why those before it in ``reasons`` were
-    not.
+    """One sentence for people: why the transfer used ``lane`` (``None``: no lane), and why it used none of the lanes
+    before it in ``reasons``.
 
-    ``notes`` are the native core's, about lanes that looked possible and were given up. ``passed_over``: of lanes that
-    were possible and would have come later, why (:meth:`kvxfer.policy.calibration.LaneOrder.passed_over`).
-    ``is_checked``: whether every byte had its checksum; ``None``: it was not asked for.
+    ``notes``: what the native core says about lanes that looked possible and failed. ``passed_over``: why possible
+    lanes were to be tried after ``lane`` (:meth:`kvxfer.policy.calibration.LaneOrder.passed_over`). ``is_checked``:
+    whether every byte had a checksum; ``None``: checksums were not asked for.
     """
     names = list(reasons)
     better = names if lane is None else names[: names.index(lane)] if lane in reasons else []
     rejected = []
     for other in better:
         why = reasons[other]
-        if why == _MERITS[other]:  # no reason against it
+        if why == _MERITS[other]:  # it was possible: choose_lanes gives a merit, not an obstacle
             why = (passed_over or {}).get(other, "" if notes else "possible")
         if why:
             rejected.append(f"{other.value}: {why}")
@@ -114,11 +115,12 @@ _MERITS = {
 
 
 _SENDING_LANES = (Lane.UNIX, Lane.STREAM)
+"""On these the source sends the bytes, and can send checksums with them."""
 _NO_CHECKSUMS = "checksums are on, and registered memory has checksums on unix and stream alone"
 
 _DEVICE_LANES = (Lane.UCX, Lane.UNIX, Lane.STREAM)
-"""These carry memory on a device; the sockets by pinned host memory, with the driver of the process that registered
-it."""
+"""These carry memory on a device. The two socket lanes copy it through pinned host memory, with the driver of the
+process that registered it."""
 
 
 def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:

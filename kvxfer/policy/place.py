@@ -177,6 +177,7 @@ def place(
     not be computed by the decoder and no other worker can; DoesNotFitError where none that is known is large enough, be
     it busy, suspect, draining or excluded.
     """
+    # known: every worker of the model; usable: those of them that take new work; able: those that are large enough.
     known = [c for c in candidates if c.member.info.model == model and c.member.info.http_url]
     usable = sorted(
         (c for c in known if c.agent_id not in excluded and is_placeable(c, model=model)), key=lambda c: c.agent_id
@@ -187,7 +188,7 @@ def place(
     able_decoders = _able(known_decoders, can_decode, sizes.need, sizes.too_small_to_decode)
     if known_decoders and not able_decoders:
         raise _does_not_fit(known_decoders, model, sizes.need)
-    decoders = _of(decoders, able_decoders)
+    decoders = _among(decoders, able_decoders)
     if not decoders:
         raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
     decoders = [c for c in decoders if not c.is_aside] or decoders
@@ -201,7 +202,7 @@ def place(
     able_prefillers = _able(known_prefillers, can_prefill, sizes.need, sizes.too_small_to_prefill)
     local_reason = PlaceReason.NO_PREFILL_WORKER
     if prefillers:
-        prefillers = _of(prefillers, able_prefillers)
+        prefillers = _among(prefillers, able_prefillers)
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
     if prefillers and all(c.is_aside for c in prefillers) and allows_local_prefill:
@@ -239,8 +240,8 @@ def _able(
     need: Need,
     too_small: frozenset[str],
 ) -> list[Candidate]:
-    """Those that may hold ``need``: not one that said that it cannot, nor one that is no larger than such a one of its
-    kind."""
+    """The candidates that may hold ``need``. Left out are workers that refused this request as too large
+    (``too_small``), and workers of the same dialect that are known to be no larger than one of those."""
     able = [c for c in candidates if can(c, need)]
     if not too_small:
         return able
@@ -254,7 +255,8 @@ def _is_no_larger(candidate: Candidate, other: Candidate) -> bool:
     return is_known and ours.is_within(theirs)
 
 
-def _of(candidates: Iterable[Candidate], able: Iterable[Candidate]) -> list[Candidate]:
+def _among(candidates: Iterable[Candidate], able: Iterable[Candidate]) -> list[Candidate]:
+    """Those ``candidates`` that are among ``able``, by agent id."""
     names = {c.agent_id for c in able}
     return [c for c in candidates if c.agent_id in names]
 
@@ -297,9 +299,10 @@ def _best_pair(
 
 
 def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
-    """The cheapest few, and the cheapest two (one may be the other part itself) of every host and kind of pools.
+    """The SHORTLIST cheapest, and the two cheapest of every host and kind of pools: two, because one of them may be the
+    other worker of the pair.
 
-    Pools of unknown weights are one kind, though each has a fingerprint of its own: none of them is paired.
+    Pools of unknown weights count as one kind, although each has its own fingerprint, because none of them is paired.
     """
     taken: Counter[tuple[str, frozenset[CompatibilityRecord | None]]] = Counter()
     chosen: list[Candidate] = []
@@ -314,7 +317,7 @@ def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_cost(candidates: Iterable[Candidate], cost: Callable[[Candidate], float], tie_break: int) -> list[Candidate]:
-    """Cheapest first; each group of equals is turned by ``tie_break``, so that each comes first equally often."""
+    """Cheapest first. ``tie_break`` rotates each group of equal cost, so that each member comes first equally often."""
     ordered: list[Candidate] = []
     for _, group in itertools.groupby(sorted(candidates, key=cost), key=cost):
         equals = list(group)

@@ -1,5 +1,5 @@
-"""The coordinator's truth: which agents are members, since which revision, and which incarnations ended; must never
-know how a stream, a store or a clock is made.
+"""The coordinator's state machine of membership. Decides which agents are members, since which revision, and which
+incarnations ended; must never know how a stream, a store or a clock is made.
 
 Theory of operation
 -------------------
@@ -15,9 +15,8 @@ Three questions are kept apart, since confusing them is how zombies are made:
   it has, and is then LIVE as if nothing had happened.
 - *Is it on time?* An incarnation with a stream but without heartbeats is SUSPECT. Suspect and adrift members get
   no new work; nothing else follows.
-- *Is it over?* Only silence for ``dead_after`` (LOST), its own word (LEFT), or a successor (REPLACED, OUTRANKED) ends
-an
-  incarnation. Then it is announced in ``gone`` and leaves the directory.
+- *Is it over?* Only silence for ``dead_after`` (LOST), its own deregistration (LEFT), or a successor (REPLACED,
+  OUTRANKED) ends an incarnation. Then it is announced in ``gone`` and leaves the directory.
 
 An agent id may be taken over: a fresh process (no number yet) replaces an incarnation that is SUSPECT or ADRIFT, so a
 restarted worker is back at once, and is refused while that incarnation is LIVE, so two workers with one name do not
@@ -215,9 +214,11 @@ class Directory:
         self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
         """By agent id, least recently changed first."""
         self._speakers: dict[int, str] = {}
+        """The agent id for which each stream speaks."""
         self._streams = 0
         self._gone: collections.deque[tuple[int, AgentRef]] = collections.deque(maxlen=gone_max)
-        self._gone_floor = first_revision
+        self._gone_since = first_revision
+        """The log of ended incarnations is complete from this revision on; an older receiver needs a whole snapshot."""
 
     @property
     def revision(self) -> int:
@@ -225,7 +226,7 @@ class Directory:
 
     @property
     def shape_revision(self) -> int:
-        """The last revision that was more than a new load."""
+        """The last revision in which something changed besides a member's load."""
         return self._shape_revision
 
     @property
@@ -248,21 +249,21 @@ class Directory:
         if number is None:
             raise InvalidArgumentError(f"agent {agent_id!r} has no number, and none was given to register it")
         if current is not None:
-            effects = self._succeed(current, hello, number)
+            effects = self._end_for_successor(current, hello, number)
         elif len(self._entries) >= self._members_max:
             raise OverloadedError(f"the coordinator keeps at most members_max={self._members_max} members")
         ref = AgentRef(agent_id, Incarnation(number, hello.boot_nonce))
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
         entry = _Entry(member, MemberState.LIVE, None, 0, 0)
         self._entries[agent_id] = entry
-        return Registration(ref, self._speak(entry, now_ns), is_return=hello.number != 0, effects=tuple(effects))
+        return Registration(ref, self._open_stream(entry, now_ns), is_return=hello.number != 0, effects=tuple(effects))
 
     def heartbeat(self, stream: int, load: Load, *, is_draining: bool, now_ns: int) -> tuple[Effect, ...]:
         """A heartbeat, with what it says of itself.
 
         Draining never goes back. Raises RefusedError on a stream that speaks for no agent.
         """
-        entry = self._on(stream)
+        entry = self._entry_of(stream)
         self._liveness.beat(entry.member.ref.agent_id, now_ns)
         if entry.member.load != load:
             self._revision += 1
@@ -273,7 +274,7 @@ class Directory:
     def update_pools(self, stream: int, pools: tuple[PoolRecord, ...], *, now_ns: int) -> tuple[Effect, ...]:
         """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for no
         agent."""
-        entry = self._on(stream)
+        entry = self._entry_of(stream)
         self._liveness.beat(entry.member.ref.agent_id, now_ns)
         self._step(entry, MemberEvent.BEAT, pools=pools)
         return ()
@@ -281,7 +282,7 @@ class Directory:
     def deregister(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
         """The incarnation ends by its own word. Raises RefusedError on a stream that speaks for no agent."""
         self._liveness.observe(now_ns)
-        return tuple(self._end(self._on(stream), MemberEvent.LEFT))
+        return tuple(self._end(self._entry_of(stream), MemberEvent.LEFT))
 
     def stream_ended(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
         """The connection behind a stream is gone; means nothing if that stream speaks for no agent."""
@@ -325,7 +326,7 @@ class Directory:
         """What a receiver at ``revision`` of this epoch lacks; ``None`` is a new receiver. Only ``with_load`` is a new
         load a change by itself.
         """
-        if revision is None or revision < self._gone_floor:
+        if revision is None or revision < self._gone_since:
             members = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
             return Change(self._epoch, self._revision, True, self._settled, tuple(members))
         newest_first = reversed(self._entries.values())
@@ -356,7 +357,8 @@ class Directory:
         return f"<Directory revision {self._revision}: {counts}>"
 
     def _return(self, entry: _Entry, hello: Hello, now_ns: int) -> Registration:
-        """The incarnation that we know, on a new stream. Number 0 is its first Hello again: our answer was lost."""
+        """A known incarnation comes back on a new stream. Where its number is 0, it repeats its first Hello, because
+        our answer was lost."""
         ref = entry.member.ref
         if hello.number not in (0, ref.incarnation.number):
             raise RefusedError(
@@ -375,9 +377,9 @@ class Directory:
             load=hello.load,
             is_draining=hello.is_draining or entry.member.is_draining,
         )
-        return Registration(ref, self._speak(entry, now_ns), is_return=True, effects=tuple(effects))
+        return Registration(ref, self._open_stream(entry, now_ns), is_return=True, effects=tuple(effects))
 
-    def _succeed(self, current: _Entry, hello: Hello, number: int) -> list[Effect]:
+    def _end_for_successor(self, current: _Entry, hello: Hello, number: int) -> list[Effect]:
         """End ``current`` in favour of another incarnation with the same agent id, or raise RefusedError."""
         ref = current.member.ref
         if number <= ref.incarnation.number:
@@ -393,7 +395,8 @@ class Directory:
             )
         return self._end(current, MemberEvent.REPLACED)
 
-    def _speak(self, entry: _Entry, now_ns: int) -> int:
+    def _open_stream(self, entry: _Entry, now_ns: int) -> int:
+        """Give an incarnation a new stream, which counts as a heartbeat."""
         self._streams += 1
         entry.stream = self._streams
         self._speakers[entry.stream] = entry.member.ref.agent_id
@@ -401,7 +404,8 @@ class Directory:
         self._touch(entry)
         return entry.stream
 
-    def _on(self, stream: int) -> _Entry:
+    def _entry_of(self, stream: int) -> _Entry:
+        """The entry for which a stream speaks. Raises RefusedError where it speaks for none."""
         agent_id = self._speakers.get(stream)
         if agent_id is None:
             raise RefusedError("this stream speaks for no member any more")
@@ -419,6 +423,7 @@ class Directory:
             self._touch(entry)
 
     def _touch(self, entry: _Entry) -> None:
+        """Give an entry the next revision, and the last place in the order of changes."""
         entry.revision = self._shape_revision = self._revision = self._revision + 1
         self._entries.move_to_end(entry.member.ref.agent_id)
 
@@ -429,7 +434,7 @@ class Directory:
         self._liveness.forget(ref.agent_id)
         self._shape_revision = self._revision = self._revision + 1
         if len(self._gone) == self._gone.maxlen:
-            self._gone_floor = self._gone[0][0]
+            self._gone_since = self._gone[0][0]
         self._gone.append((self._revision, ref))
         effects: list[Effect] = [IncarnationEnded(ref, event)]
         if entry.stream is not None:

@@ -31,6 +31,7 @@ CODE_KEY = "kvxfer-code"
 CONNECT_S = 5.0
 """How long one attempt may take until the coordinator's first answer."""
 RECEIVER_SAYS_S = 1.0
+"""How long a sender that failed waits for the receiver's reason, which is usually the better one."""
 REASON_BYTES_MAX = 1024
 
 Argument = TypeVar("Argument")
@@ -39,8 +40,8 @@ ChannelOptions = Sequence[tuple[str, Any]]
 
 KEEPALIVE_MS = 5_000
 PINGS_APART_MIN_MS = 100
-"""Pings that come faster than this, with no data sent between, are held against the client: with the third the
-coordinator hangs up (``too_many_pings``). gRPC's default is five minutes, which every client of ours would break."""
+"""The coordinator counts a ping that comes sooner than this after the last one, with no data between them. At the third
+it closes the connection (``too_many_pings``). gRPC's default is five minutes, and our clients ping more often."""
 
 KEEPALIVE_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -48,8 +49,8 @@ KEEPALIVE_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""The same on both sides. One that was stopped or is slow finds one ping of the other in its socket, never several: the
-next is sent after the answer to the last, and no gRPC sends two within a second."""
+"""Both sides use these options. A process that was suspended, or is slow, finds at most one ping of the other side in
+its socket: gRPC sends the next ping only after the answer to the last one, and no two pings within a second."""
 
 CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -95,9 +96,9 @@ def error_from_status(target: str, status: grpc.StatusCode, details: str, code: 
         )
     if code is not None:
         return from_code(code, f"coordinator {target}: {details}")
-    make = _BY_STATUS.get(status)
-    if make is not None:
-        return make(f"coordinator {target}: {details}")
+    error_class = _BY_STATUS.get(status)
+    if error_class is not None:
+        return error_class(f"coordinator {target}: {details}")
     return CoordinatorUnavailableError(f"coordinator {target}: {status.name.lower()}: {details}")
 
 

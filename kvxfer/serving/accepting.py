@@ -1,8 +1,9 @@
 """Takes connections from a listening socket, one at a time, as long as there is room.
 
-Where there is none, the connection that does least is given up for the next one; where all are at work, new ones wait
-in the kernel's queue. asyncio's own servers take all that wait at once, log a line for each where descriptors run out,
-and try again each second. Decides when to accept; it must never know what a connection says.
+Where there is no room, an open connection is given up for the next one (``connections``). Where every connection is
+being served, new ones wait in the kernel's queue. asyncio's own servers accept all waiting connections at once, log a
+line for each one when descriptors run out, and try again each second. Decides when to accept; it must never know what a
+connection says.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvxfer.serving.connections import Connections
 log = logging.getLogger("kvxfer.serving")
 
 ACCEPTED_AT_ONCE = 64
-"""In one turn of the loop."""
+"""Connections that are accepted in one turn of the event loop."""
 RETRY_S = 0.25
 """How long accepting rests where the process, or the system, has no descriptors or no memory."""
 COMPLAIN_S = 30.0
@@ -74,7 +75,7 @@ class Acceptor:
     def _on_readable(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._has_room():
-                self._pause()  # until there may be room
+                self._pause()  # _make_room, or the connections' on_room, goes on
                 if not self._opening:
                     self._loop.call_soon(self._make_room)
                 return
@@ -87,7 +88,7 @@ class Acceptor:
                     log.debug("a connection was lost while it was accepted: %s", error)
                     return
                 self._exhausted.say(error.strerror)
-                self._rest()
+                self._accept_later()
                 return
             accepted.setblocking(False)
             task = self._loop.create_task(self._open(accepted))
@@ -98,8 +99,9 @@ class Acceptor:
         return self._connections.kept + len(self._opening) < self._connections.maximum
 
     def _make_room(self) -> None:
-        """For the next connection. Not in the turn in which that was seen: of what else is readable in it some was not
-        read yet, and a connection whose request is here would be given up as an idle one.
+        """Give up a connection for the next one. It runs in the turn of the loop after the one that found no room. In
+        that turn the loop may not have read all readable sockets yet, so a connection whose request has arrived could
+        still look idle.
         """
         if not self._is_started or self._is_reading or self._opening:
             return
@@ -108,14 +110,15 @@ class Acceptor:
         if self._has_room():
             self._resume()
 
-    def _rest(self) -> None:
-        """Descriptors ran out although there are fewer connections than planned: give one up, and try again soon."""
+    def _accept_later(self) -> None:
+        """Descriptors ran out before the maximum of connections was open: give one up, and accept again after
+        RETRY_S."""
         self._pause()
         if not self._connections.hurry():
             self._connections.make_room()
-        self._retry = self._loop.call_later(RETRY_S, self._end_rest)
+        self._retry = self._loop.call_later(RETRY_S, self._accept_again)
 
-    def _end_rest(self) -> None:
+    def _accept_again(self) -> None:
         self._retry = None
         self._resume()
 

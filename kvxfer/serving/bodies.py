@@ -1,7 +1,7 @@
 """Reads the bodies of requests, all of them under one budget of bytes and each against the clock.
 
-Decides which body is refused where they do not all fit: the one that is being read for longest, since a client that
-sends at the speed of its network is done before it gets to be that. It must never know what a body means.
+Decides which body is refused where they do not all fit: the one that is being read for longest. A client that sends at
+the speed of its network has finished before its body becomes that one. It must never know what a body means.
 """
 
 from __future__ import annotations

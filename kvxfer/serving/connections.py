@@ -1,6 +1,7 @@
 """The connections of one server: how many there may be, and which one is closed where one too many wants in.
 
-Decides on sequence alone (what a connection is doing, since when); it must never know bytes or requests.
+Decides by the phase of a connection and by the time in it; it must never know bytes or requests. A connection that was
+*given up* for another one, and is still open, is *parting*.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 PARTING_MAX = 4
-"""Most connections that are given up and still open: each is a descriptor beyond the maximum, of those kept spare."""
+"""Most parting connections at a time: each has a descriptor beyond the maximum, one of those that are kept spare."""
 
 
 class ConnectionPhase(enum.Enum):
@@ -41,8 +42,8 @@ class Dispensable(Protocol):
 class Connections:
     """Counts connections by phase, each with the longest in it first.
 
-    ``on_room`` is called when a connection has ended, or is no longer at work and could be given up. One that is given
-    up and takes its last answer is no longer counted against ``maximum``, so that its client keeps no other one out.
+    ``on_room`` is called when a connection has ended, and when one leaves the phase WORK, so that it could be given up.
+    A parting connection does not count against ``maximum``, so its client keeps no other client out.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -52,7 +53,7 @@ class Connections:
         self._phases: dict[Dispensable, ConnectionPhase] = {}
         self._members: dict[ConnectionPhase, dict[Dispensable, None]] = {phase: {} for phase in ConnectionPhase}
         self._parting: dict[Dispensable, None] = {}
-        """Given up and still open, longest first; at most PARTING_MAX."""
+        """Connections that are parting, longest first; at most PARTING_MAX."""
 
     def __len__(self) -> int:
         return len(self._phases)
@@ -66,7 +67,7 @@ class Connections:
         return len(self._members[phase])
 
     def move(self, connection: Dispensable, phase: ConnectionPhase) -> bool:
-        """``connection``, new or not, is in ``phase`` now; False where it was before."""
+        """Note that ``connection``, new or known, is in ``phase`` now. False where it was in that phase already."""
         before = self._phases.get(connection)
         if before is phase:
             return False
@@ -87,11 +88,12 @@ class Connections:
             self.on_room()
 
     def make_room(self) -> bool:
-        """Give up the connection that has been doing least for longest; False where all are at work.
+        """Give up the connection that is longest in the earliest phase; False where all are in WORK.
 
-        There is room at once, or, where too many are parting already, when :meth:`remove` is called for the first.
+        There is room at once. Where PARTING_MAX are parting already, the first of them is aborted instead, and there is
+        room when :meth:`remove` is called for it.
         """
-        candidate = self._least()
+        candidate = self._first_to_give_up()
         if candidate is None:
             return False
         if len(self._parting) < PARTING_MAX:
@@ -103,13 +105,14 @@ class Connections:
         return True
 
     def hurry(self) -> bool:
-        """End the connection that was given up first, whatever it still has to say; False where there is none."""
+        """Abort the connection that is parting longest, even if its last answer is not sent yet. False where there is
+        none."""
         first = next(iter(self._parting), None)
         if first is not None:
             first.abort()
         return first is not None
 
-    def _least(self) -> Dispensable | None:
+    def _first_to_give_up(self) -> Dispensable | None:
         for phase in ConnectionPhase:
             if phase is not ConnectionPhase.WORK:
                 for connection in self._members[phase]:

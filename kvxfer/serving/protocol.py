@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's HTTP/1.1 over h11, with a clock for each head and an end that the client sees.
+"""One client's connection: uvicorn's HTTP/1.1 over h11, with a time limit for each request's head, and closed so that
+the client receives the last answer.
 
-Decides when a connection is hung up on. It must never know a route; what uvicorn calls a cycle is one request and its
-answer.
+Decides when a connection is closed. It must never know a route. uvicorn calls one request and its answer a *cycle*.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from kvxfer.serving.wire import Wire
 log = logging.getLogger("kvxfer.serving")
 _uvicorn_log = logging.getLogger("kvxfer.serving.uvicorn")
 _uvicorn_log.setLevel(logging.ERROR)
-"""Its warnings are of malformed requests, as many as clients like: they are said at debug level here."""
+"""uvicorn warns of every malformed request, so clients could fill the log. Here such a request is logged at debug
+level."""
 
 TIMED_OUT = 408
 
 
 class Connection(H11Protocol):
-    """``connections`` is told what this one does."""
+    """It reports its phase to ``connections``, those of this server."""
 
     transport: Any
 
@@ -46,55 +47,55 @@ class Connection(H11Protocol):
         super().__init__(config, state, {})
         self.logger = _uvicorn_log
         self.conn: Wire = Wire()
-        self._roster = connections
+        self._server_connections = connections
         self._header_timeout_s = header_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_refused_amid_request = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        lingering = LingeringTransport(transport, may_still_send=self._may_still_send, on_closing=self._settle)
+        lingering = LingeringTransport(transport, may_still_send=self._may_still_send, on_closing=self._note_phase)
         super().connection_made(lingering)  # type: ignore[arg-type]
         self._start_head_timer()
-        self._settle()
+        self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self.transport.lost()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._roster.remove(self)
+        self._server_connections.remove(self)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             self.transport.discard(data)
             return
         super().data_received(data)
-        self._settle()
+        self._note_phase()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._settle()
+        self._note_phase()
 
     def eof_received(self) -> None:
-        """The client sends nothing more; uvicorn takes that for its leaving, and what is still going out is sent."""
+        """The client sends nothing more. uvicorn takes that for a closed connection; what was written is still sent."""
         if self.transport.get_write_buffer_size():
             self.transport.watch_writes()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self.transport.watch_writes()
-        self._settle()
+        self._note_phase()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
             self.transport.writes_go_on()
-        self._settle()
+        self._note_phase()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP: say so where an answer may still be sent, and close. A request whose body it was is
-        over for its handler, as if the client had left.
+        """The received bytes are not HTTP: answer with an error where an answer may still be sent, and close. Where
+        they were to be a request's body, its handler sees a client that disconnected.
         """
         self._refuse_malformed(*self.conn.refused)
 
@@ -102,7 +103,8 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def give_up(self) -> None:
-        """Close for a new connection's sake. An unfinished request is told so: a reset would look like a crash."""
+        """Close, to make room for a new connection. An unfinished request is answered with an error, because a reset
+        would look like a crash."""
         phase = self._phase()
         if phase is ConnectionPhase.IDLE:
             self.transport.close()
@@ -144,17 +146,17 @@ class Connection(H11Protocol):
             return ConnectionPhase.HEAD if self.conn.has_partial_head else ConnectionPhase.IDLE
         return ConnectionPhase.BODY if self.cycle.more_body else ConnectionPhase.WORK
 
-    def _settle(self) -> None:
-        """Take note of what this connection does now; called after everything that may have changed it."""
+    def _note_phase(self) -> None:
+        """Report the phase and set the head's timer. It is called after everything that may have changed the phase."""
         phase = self._phase()
-        if not self._roster.move(self, phase):
+        if not self._server_connections.move(self, phase):
             return
         if phase is ConnectionPhase.CLOSING:
-            self.connections.discard(self)  # uvicorn's, which it waits for when it stops
+            self.connections.discard(self)  # uvicorn's own set: it waits for these when it stops
         if phase is ConnectionPhase.HEAD:
             if self._head_timer is None:
                 self._start_head_timer()
-        elif phase is not ConnectionPhase.IDLE:  # a connection that never sent a byte keeps its clock
+        elif phase is not ConnectionPhase.IDLE:  # a connection that never sent a byte keeps its timer
             self._stop_head_timer()
 
     def _start_head_timer(self) -> None:

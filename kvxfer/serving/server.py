@@ -83,8 +83,8 @@ async def serving(
 ) -> AsyncIterator[HttpServer]:
     """Serve ``app`` on ``listener`` within the block; ``name`` is the task's.
 
-    At its end no more is accepted, ``bodies`` are refused, and what is being answered gets STOP_GRACE_S. Raises what
-    the server failed of.
+    At the end of the block the server accepts no more connections and refuses unfinished ``bodies``; answers under way
+    get STOP_GRACE_S. Raises the error that ended the server.
     """
     config = uvicorn.Config(
         app,

@@ -1,9 +1,9 @@
-"""One batch of reads or writes: the transfers that it was cut into, as one. Decides what their states are together;
-must never be told of an event that is not its own.
+"""One batch of reads or writes, which is cut into several transfers. Decides the state of the batch from the states of
+its transfers; must never get an event of another batch.
 
-A batch is committed once every transfer of it is; the first that fails names its error, and the others are cancelled.
-Its notification is told to the peer after all of its bytes are committed: a single transfer takes it along, and after
-the last of several it is sent.
+A batch is committed when all of its transfers are. The first transfer that fails gives the batch its error, and the
+others are cancelled. The peer gets the batch's notification after all bytes are committed. A single transfer carries
+the notification itself. Where there are several transfers, the batch sends it after the last commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLEEP_S = 50e-3
 """The longest single wait, so that signal handlers run."""
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
-"""How long, and for how small a batch, an event loop waits in place instead of sleeping."""
+"""How long an event loop waits in place, instead of sleeping, and the largest batch for which it does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class BatchStatistics:
 
 
 class TransferBatch:
-    """Made by :meth:`TransferEngine.start`. After it is final the memory of a read may be used; after it drained, any
-    of it may be given back. Each of its ids stands in the table for it.
+    """Made by :meth:`TransferEngine.start`. The caller may use the memory of a read after the batch is final, and may
+    release any memory of the batch after it drained. The table maps each of its transfer ids to it.
     """
 
     def __init__(
@@ -99,9 +99,11 @@ class TransferBatch:
         self._is_final = False
         self._state = TransferState.CONNECTING
         self._error: KvxferError | None = None
-        self._end_with: KvxferError | None = None
+        self._cancel_error: KvxferError | None = None
+        """The error that :meth:`cancel` was given, in place of that of the first transfer that ends."""
         self._finals: dict[bytes, _core.TransferFinal] = {}
         self._failed: _core.TransferFinal | None = None
+        """The end of the first transfer that did not commit."""
         self._begun_ns, self._started_ns, self._final_ns = begun_ns, 0, 0
 
     def __repr__(self) -> str:
@@ -161,7 +163,7 @@ class TransferBatch:
         """Cancel it: it ends as cancelled (with ``error``, if given), unless it has ended. Returns at once."""
         if not self._is_final:
             with self._table.lock:
-                self._end_with = self._end_with or error
+                self._cancel_error = self._cancel_error or error
                 self._cancel_rest()
 
     def statistics(self) -> BatchStatistics:
@@ -194,7 +196,7 @@ class TransferBatch:
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """The core does its work on this thread while it waits, so that comes before a look at its events."""
+        """Wait in the transport first and take its events after that: the core runs on this thread while it waits."""
         end_s = time.monotonic() + timeout_s
         while not until():
             left_s = end_s - time.monotonic()
@@ -216,10 +218,10 @@ class TransferBatch:
         """All of its transfers were asked for, or, where it ended meanwhile, as many as were to be."""
         self._started_ns = time.monotonic_ns()
         self._on_final, self._on_drained = on_final, on_drained
-        self._tell()
+        self._make_callbacks()
 
     def abandon(self, error: KvxferError) -> None:
-        """The call raises: no callback is made, and what the transport has of it is cancelled."""
+        """The call that starts the batch raises: make no callback, and cancel the transfers that have begun."""
         with self._table.lock:
             self._on_final = self._on_drained = None
             for identity in tuple(self._live):
@@ -244,7 +246,7 @@ class TransferBatch:
                 self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
     def granted(self) -> None:
-        """Only a pull has a grant."""
+        """Does nothing: only a pull has a grant."""
 
     def finished(self, event: _core.TransferFinal) -> None:
         with self._table.lock:
@@ -255,15 +257,15 @@ class TransferBatch:
                     self._failed = event
                     self._cancel_rest()
                     text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
-                    self._end(state, self._end_with or from_code(event.code.name, text))
+                    self._end(state, self._cancel_error or from_code(event.code.name, text))
                 elif all(other is TransferState.COMMITTED for other in self._states.values()):
                     self._commit(event)
-            self._tell()
+            self._make_callbacks()
 
     def drained(self, event: _core.TransferDrained) -> None:
         with self._table.lock:
             self._live.pop(event.id, None)
-            self._tell()
+            self._make_callbacks()
             self._table.remove(event.id, self)  # last, so that all of it can be done again
 
     def fail(self, error: KvxferError) -> None:
@@ -274,8 +276,8 @@ class TransferBatch:
             if not self._is_final:
                 is_cancel = isinstance(error, TransferCancelledError)
                 state = TransferState.CANCELLED if is_cancel else TransferState.FAILED
-                self._end(state, self._end_with or error)
-            self._tell()
+                self._end(state, self._cancel_error or error)
+            self._make_callbacks()
 
     def _commit(self, last: _core.TransferFinal) -> None:
         plan, peer = self.plan, self.plan.peer
@@ -298,8 +300,8 @@ class TransferBatch:
         self._state, self._error, self._final_ns = state, error, time.monotonic_ns()
         self._is_final = True
 
-    def _tell(self) -> None:
-        """Each callback once: when it is final, and when it drained."""
+    def _make_callbacks(self) -> None:
+        """Make the callbacks that are due, each once: one when the batch is final, one when it drained."""
         if self._is_final and self._on_final is not None:
             on_final, self._on_final = self._on_final, None
             on_final(self)

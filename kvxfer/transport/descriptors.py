@@ -3,14 +3,13 @@
 It decides how a list of descriptors is written down with the fewest numbers; it must never move a byte, and trusts no
 address: the owner of the memory checks again what it says. Hot paths are numpy passes.
 
-Three ways to write a list down, the shortest is taken:
+A list is written in one of three forms, the shortest of them:
 
 * *runs*: neighbours in the list lie at equal steps (a whole cache in order does). One strided range a run, and nothing
   for each descriptor.
 * *pages*: all elements have one length and, region by region, lie at multiples of one step (any subset of a paged
-cache,
-  in any order, does). One strided range a region, and for each descriptor the index of its element: 4 bytes on the
-  wire.
+  cache, in any order, does). One strided range a region, and for each descriptor the index of its element: 4 bytes on
+  the wire.
 * a *table*: one strided range of one element for each descriptor: 36 bytes on the wire.
 """
 
@@ -35,11 +34,13 @@ RANGE_BYTES, INDEX_BYTES = 36, 4
 """What one strided range, and the index of one element, take on the wire."""
 ELEMENTS_MAX = 0xFFFFFFFF
 LONG = 8
-"""Runs whose strided ranges take at most one part in so many of what indices would are taken before pages."""
+"""Where the strided ranges of runs take at most 1/LONG of the bytes that indices would take, the form *runs* is taken
+without a search for pages."""
 GLANCE = 256
-"""Steps that are looked at before all are: a list that begins without order is taken to have none."""
+"""The search for runs looks at so many steps first. Where most of them differ, it does not look at the rest."""
 ELEMENT_BYTES_MAX = 4 << 20
-"""Longer descriptors are cut: an element is what is cancelled, resumed and taken turns with."""
+"""Longer descriptors are cut into elements of this size: an element is the unit in which transfers are cancelled,
+resumed and interleaved."""
 ADDRESS_MAX = 1 << 63
 """Above any offset, length or step that the core takes."""
 
@@ -225,7 +226,8 @@ class MemoryTable:
         )
 
     def _find(self, address: Words, span: Words) -> int | npt.NDArray[np.int64]:
-        """The place in ``records`` of each range: one number where it is the same for all."""
+        """For each byte range, the index in ``records`` of a region that contains it; one number where all are in the
+        same region."""
         if not self.records:
             raise InvalidArgumentError("no memory is registered here")
         place = max(int(np.searchsorted(self._starts, address[0], side="right")) - 1, 0)
@@ -268,8 +270,8 @@ class MemoryTable:
         return [self.records[i] for i in np.flatnonzero(np.bincount(place, minlength=len(self.records)))]
 
     def _pages(self, offset: Words, place: int | npt.NDArray[np.int64], length: int) -> tuple[Words, Blocks] | None:
-        """One strided range for each region, and the index of each element; ``None`` where that is not shorter, or
-        there is no common step."""
+        """The form *pages*: one strided range for each region, and the index of each element. ``None`` where that is
+        not shorter than a table, or where the elements have no common step."""
         if isinstance(place, int):
             used, firsts = np.array([place]), np.zeros(1, np.int64)
             slot: Any = 0
@@ -314,13 +316,13 @@ class RemotePeer:
 def _cut_rows(rows: Words, is_strided: bool) -> tuple[Words, npt.NDArray[np.int64]]:
     """Rows [n, 3] of at most ELEMENT_BYTES_MAX each, and where those of each descriptor begin."""
     if is_strided:
-        row, number = _count_out(rows[:, 3].astype(np.int64))
+        row, number = _repeat_and_number(rows[:, 3].astype(np.int64))
         plain = rows[row, :3]
         plain[:, 0] += number.astype(np.uint64) * rows[row, 4]
     else:
         plain = rows[:, :3]
     counts = -(-plain[:, 1].astype(np.int64) // ELEMENT_BYTES_MAX)
-    source, number = _count_out(counts)
+    source, number = _repeat_and_number(counts)
     begin = number.astype(np.uint64) * np.uint64(ELEMENT_BYTES_MAX)
     cut = plain[source]
     cut[:, 0] += begin
@@ -329,18 +331,22 @@ def _cut_rows(rows: Words, is_strided: bool) -> tuple[Words, npt.NDArray[np.int6
 
 
 def _cut_elements(firsts: npt.NDArray[np.int64], ids: Blocks) -> Blocks:
-    source, number = _count_out(firsts[ids.astype(np.int64) + 1] - firsts[ids])
+    """All elements of the descriptors ``ids``, in order."""
+    source, number = _repeat_and_number(firsts[ids.astype(np.int64) + 1] - firsts[ids])
     return (firsts[ids][source] + number).astype(np.uint32)
 
 
-def _count_out(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``[2, 3]``: which ``[0, 0, 1, 1, 1]`` and counting ``[0, 1, 0, 1, 2]``."""
+def _repeat_and_number(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Repeat each index as often as its count, and number the repeats: for ``[2, 3]`` the arrays ``[0, 0, 1, 1, 1]``
+    and ``[0, 1, 0, 1, 2]``."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
 
 
 def _common_step(distance: npt.NDArray[np.int64], length: int) -> int | None:
-    """The largest step of at least ``length`` that divides every distance."""
+    """The largest step of at least ``length`` that divides every distance; ``None`` where there is none, or where four
+    rounds did not find it. It guesses from a sample, and corrects the guess by the distances that it does not
+    divide."""
     step = int(np.gcd.reduce(distance[:: max(1, len(distance) // 64)])) or length
     for _ in range(4):
         if step < length:
@@ -361,7 +367,8 @@ def _divide(numbers: Words, step: int) -> Words:
 
 
 def _runs(region: Words, offset: Words, length: Words) -> Words | None:
-    """One strided range a run of equal steps; ``None`` where a table is about as short."""
+    """The form *runs*: one strided range for each run of equal steps. ``None`` where a table is less than
+    about twice as long."""
     if len(offset) < 4:
         return None
     glance = slice(0, GLANCE)

@@ -4,7 +4,7 @@ It decides where an agent listens (address, port, socket file) and how that is w
 know membership, futures or what a transfer is for.
 
 An agent's address must be published before its name is known, and the core needs its name to start. So a binding first
-takes the port without listening on it, which keeps it from everybody else (``SO_REUSEADDR`` lets exactly such a port be
+binds the port without listening on it, so that no other process gets it (``SO_REUSEADDR`` lets exactly such a port be
 bound again), and the core listens there as soon as it has its name.
 
 The ``host_id`` tells peers whether a Unix socket and a mapping can join us: they need the same kernel (the boot id) and

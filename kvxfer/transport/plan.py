@@ -19,7 +19,7 @@ from kvxfer.transport.lane_choice import LaneChoice
 from kvxfer.types import ChecksumMode, Lane
 
 LIST_BYTES_MAX = 384 * 1024
-"""Of one list of ranges in one frame; the core's own bound."""
+"""Most bytes of one list of ranges in a frame; the core has the same bound."""
 SHARE_BYTES_MIN = 8 << 20
 """A batch is spread over several connections only where each gets at least so much."""
 
@@ -77,26 +77,28 @@ def make_plan(
     *,
     shares: int = 1,
 ) -> TransferPlan:
-    """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
-    order. ``shares``: over how many connections a large batch is spread.
+    """Pair descriptor ``local_ids[i]`` of ``local`` with ``remote_ids[i]`` of ``remote``; ``None``: all descriptors of
+    a list, in order. ``shares``: over how many connections a large batch is spread.
 
     Raises InvalidArgumentError: lists of unequal length, an index outside its list, a pair of unequal lengths, a local
     list that is remote or the reverse.
     """
     if local.peer is not None or remote.peer is None:
         raise InvalidArgumentError("a post needs a local list and one prepared for a peer")
-    own = None if local_ids is None else as_blocks(local_ids)
-    other = None if remote_ids is None else as_blocks(remote_ids)
-    count, other_count = (p.count if ids is None else len(ids) for p, ids in ((local, own), (remote, other)))
-    if count != other_count:
-        raise InvalidArgumentError(f"{count} local descriptors do not pair with {other_count} of the peer")
-    mine, theirs = local.elements(own), remote.elements(other)
+    local_index = None if local_ids is None else as_blocks(local_ids)
+    remote_index = None if remote_ids is None else as_blocks(remote_ids)
+    count = local.count if local_index is None else len(local_index)
+    remote_count = remote.count if remote_index is None else len(remote_index)
+    if count != remote_count:
+        raise InvalidArgumentError(f"{count} local descriptors do not pair with {remote_count} of the peer")
+    mine, theirs = local.elements(local_index), remote.elements(remote_index)
     if local.length_bytes and local.length_bytes == remote.length_bytes:
         nbytes = local.length_bytes * count
     else:
         nbytes = _compare(local.lengths(mine), remote.lengths(theirs), count)
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
+    # The lists that travel: a peer that we read from needs only its own, a peer that we write to needs both.
     on_wire = (remote,) if op is Op.READ else (local, remote)
     size = min(size, *(_elements_max(prepared) for prepared in on_wire))
     parts = tuple(
@@ -136,11 +138,14 @@ def _is_sent_whole(prepared: Prepared) -> bool:
 
 
 def _cut(prepared: Prepared, elements: Blocks, *, is_sent: bool) -> _core.Elements:
+    """``elements`` of a list, for one transfer. Where the list is sent and has too many strided ranges for a frame, the
+    transfer gets a list of the ranges that it uses, and its elements are numbered anew in that."""
     if not is_sent or prepared.is_table or _is_sent_whole(prepared):
         return _core.Elements(prepared.ranges, np.ascontiguousarray(elements))
     row = prepared.strided_of(elements)
-    used, slot = np.unique(row, return_inverse=True)
+    used, new_row = np.unique(row, return_inverse=True)
     strided = np.ascontiguousarray(prepared.strided[used])
-    ends, own_ends = np.cumsum(prepared.strided[:, 4]), np.cumsum(strided[:, 4])
-    within = elements - (ends - prepared.strided[:, 4])[row]
-    return _core.Elements(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))
+    firsts = np.cumsum(prepared.strided[:, 4]) - prepared.strided[:, 4]
+    new_firsts = np.cumsum(strided[:, 4]) - strided[:, 4]
+    renumbered = elements - firsts[row] + new_firsts[new_row]
+    return _core.Elements(_core.Ranges(strided), renumbered.astype(np.uint32))

@@ -1,5 +1,5 @@
-"""Where an agent's Unix socket lies: in a directory that only its user can enter, which keeps nothing of processes that
-were killed. Decides the path; must never bind it.
+"""Chooses where an agent's Unix socket lies: in a directory that only its user can enter. It also removes the files and
+directories that killed processes left. Decides the path; must never bind it.
 """
 
 from __future__ import annotations

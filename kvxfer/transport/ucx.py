@@ -1,13 +1,13 @@
 """Which UCX library a process uses, by which transports, and what stands in the way.
 
-It decides where libucp is looked for and what the operator's words about it mean; it must never load one before the
+It decides where libucp is looked for and how the operator's settings for it are read. It must never load one before the
 ``ucx`` lane is allowed, because a loaded UCX stays: it starts a thread and patches the memory functions of the process.
 
-The first that is there is taken: ``KVXFER_UCX_LIBRARY`` in the environment, then ``AgentConfig.ucx_library``, then the
-system's, then that of an installed ``libucx`` wheel (``pip install kvxfer[ucx]``). The system's goes before the wheel's
-because the wheels are built without verbs: they have no RDMA. Of these two kinds the first is passed over where another
-can do more with this host's hardware: distributions build UCX without CUDA. A library that was named and is not there
-is an obstacle, never a reason to take another.
+A library that the operator names is the only candidate: ``KVXFER_UCX_LIBRARY`` in the environment, else
+``AgentConfig.ucx_library``. If it is not there, the lane has an obstacle, and no other library is taken. Where none is
+named, the candidates are the system's libraries and that of an installed ``libucx`` wheel (``pip install
+kvxfer[ucx]``). The one that can use most kinds of this host's hardware is taken: distributions build UCX without CUDA,
+wheels are built without verbs and so have no RDMA. Among equals the system's goes first.
 """
 
 from __future__ import annotations

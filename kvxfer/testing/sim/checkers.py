@@ -1,9 +1,9 @@
-"""The judge of a simulated world: a reference model of promises, reservations and true times that says which of the
-five invariants of the design a run broke; must share no code with what it judges.
+"""The judge of a simulated world: a reference model of grants, reservations and true times. It decides which invariant
+of the design a run broke; it must share no code with what it judges.
 
-It is told what happened (``pulled``, ``sampled`` inside ``landed``, ``grant_ended``, ...) by the world, which knows the
-true moment of everything, and never asks a machine for its opinion. Incarnations are named by their index in the world,
-transfers by (incarnation of the destination, transfer id), grants by (incarnation of the source, transfer id).
+The world tells it what happened (``pulled``, ``landed``, ``grant_ended``, ...) and the true moment of each event. It
+never asks a machine. Incarnations are named by their index in the world, transfers by (incarnation of the destination,
+transfer id), grants by (incarnation of the source, transfer id).
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from kvxfer.testing.sim.virtual_clock import NEVER, S
 
 
 class Invariant(enum.IntEnum):
-    """The design's first five; what it promises for messages: once, in order, never called delivered when not; and its
-    sixth: every circle of waits is broken by a named act within a stated bound."""
+    """The rules that no run may break (docs/simulation.md has them in full)."""
 
     RESERVATION = 1
+    """A byte lands in a block only under a reservation that its agent still holds."""
     CONFIRMED = 2
+    """A commit has the announced bytes, and the source confirmed its grant after the last byte was read."""
     ONCE = 3
+    """A grant or a transfer begins once, ends once and drains once."""
     FINAL = 4
+    """After the last fault everything ends within a bound, and nothing is left."""
     REPLAY = 5
+    """One seed gives one history."""
     NOTIFICATION = 6
+    """A notification arrives once and in order, and is called delivered only if it arrived."""
     WAITING = 7
+    """Every circle of waits is broken by a named act within a bound."""
 
 
 class Violation(AssertionError):
@@ -55,7 +61,7 @@ class _Grant:
     """When each nonce was first answered with ok."""
 
     def end(self) -> int:
-        """The moment from which the owner could have overwritten the blocks, as far as the model knows."""
+        """The moment from which the owner may have overwritten the blocks: it ended the grant, or the grant expired."""
         return min(self.ended_at, self.expiry)
 
 
@@ -111,8 +117,8 @@ class Checkers:
         grant.announced = blocks
 
     def renewed(self, incarnation: int, id_: bytes, reader: Any, seq: int, ttl: int, now: int) -> None:
-        """A renewal reached the source. Only the table knows which incarnation is bound, so any reader's counts
-        here."""
+        """A renewal reached the source. Only the machine's grant table knows which reader is bound, so the model counts
+        a renewal of any reader."""
         grant = self._grants.get((incarnation, id_))
         if grant is None or now >= grant.end() or (reader, seq) in grant.renewals:
             return

@@ -1,5 +1,6 @@
-"""One process's end of one connection: encodes what the endpoint sends, reads the bytes of blocks as the kernel takes
-them, decodes what arrives and lets payload land block by block; must never judge whether it may (the endpoint does).
+"""One process's end of a simulated connection. It encodes the frames that the endpoint sends, reads the bytes of a
+payload block by block, as the kernel would, decodes what arrives, and writes arriving blocks to memory one by one. It
+must never decide whether a block may land: the endpoint does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ConnectionEnd:
     # --- sending ---
 
     def mute(self, id_: bytes) -> None:
-        """Nothing more that this side says of that transfer arrives, until the faults stop."""
+        """From now on every frame of this side about that transfer is lost, until the faults stop."""
         self._muted.add(id_)
 
     def send(self, frame: Any) -> None:
@@ -69,13 +70,14 @@ class ConnectionEnd:
                 payload.is_for_good = self.process.world.is_gone(frame.id, is_one_sided=False)
                 if payload.is_for_good or self.process.world.chaos.loses_memory():
                     payload.lost = self.process.rng.randrange(len(payload.cells))
-                self.process.later(self._pause(payload.slow), self._take, payload)
+                self.process.later(self._pause(payload.slow), self._take_block, payload)
 
     def _pause(self, slow: int) -> int:
         return self.process.rng.randrange(20 * US, 500 * US) * slow
 
     def _zero_copy(self, frame: Any) -> Any:
-        """Under one kernel it depends on the blocks whether it takes them, or references to them."""
+        """The DATA frame as the kernel sends it: a copy of its blocks, or zero-copy, which depends on the frame alone,
+        so that a seed always does the same."""
         is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
         if frame.has_checksums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
             return frame
@@ -83,8 +85,8 @@ class ConnectionEnd:
         said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
         return data(*said, is_zero_copy=True)
 
-    def _take(self, payload: _Payload) -> None:
-        """The kernel takes the bytes of one block, and reads them at this moment, unless they are sent zero-copy."""
+    def _take_block(self, payload: _Payload) -> None:
+        """The kernel takes one block of a payload. It reads the bytes now, or, zero-copy, when they land."""
         if not self.is_open:
             return
         process, memory, frame = self.process, self.process.memory, payload.frame
@@ -106,7 +108,7 @@ class ConnectionEnd:
             payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_checksums
         )
         if not is_last:
-            process.later(self._pause(payload.slow), self._take, payload)
+            process.later(self._pause(payload.slow), self._take_block, payload)
             return
         if frame.has_checksums:
             checksums = struct.pack(
@@ -125,7 +127,8 @@ class ConnectionEnd:
     # --- ending ---
 
     def hang_up(self) -> None:
-        """The endpoint wants it closed after what was queued; a payload that is under way cannot be ended well."""
+        """The endpoint closes the connection. Queued frames are still sent, up to the first payload; a payload that is
+        under way is cut."""
         while self._outbox and not self._is_sending:
             unit, frame, effect = self._outbox.popleft()
             if effect is not None:
@@ -219,7 +222,7 @@ class ConnectionEnd:
             slow = process.world.slowness(landing.id)
             process.later(process.rng.randrange(5 * US, 200 * US) * slow, self._land, landing, data, sample)
         else:
-            self._count(landing)
+            self._count_block(landing)
 
     def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
         self._is_landing = False
@@ -230,24 +233,26 @@ class ConnectionEnd:
             self.process.world.corruption_landed(landing.id)
         self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_checksums)
         landing.checksums.append(checksum(data))
-        self._count(landing)
+        self._count_block(landing)
         if not self.is_open and self._landing is not None:
             self._stop_landing()
         self._read()
 
-    def _count(self, landing: _Landing) -> None:
+    def _count_block(self, landing: _Landing) -> None:
+        """One more block of a payload has landed, or was thrown away."""
         landing.done += 1
         if landing.done == landing.count and not landing.has_checksums:
             self._finish(landing)
 
     def _finish(self, landing: _Landing) -> None:
+        """All blocks of a payload have landed, and their checksums were right where it has any."""
         self._landing = None
         if landing.token:
             process = self.process
             process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
 
     def _check(self, landing: _Landing) -> None:
-        """The checksums of a payload that has landed came after it."""
+        """Compare the checksums, which come after a payload, with those of the blocks that landed."""
         checksums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
         process = self.process
         if not landing.token or list(checksums) == landing.checksums:
@@ -268,7 +273,9 @@ class ConnectionEnd:
 
 
 class _Payload:
-    """One SendData on its way into the kernel."""
+    """One SendData that the kernel takes block by block. ``corrupted`` and ``lost`` are the index of a block that
+    changes on the way, and of the first block whose memory is gone (-1: none); ``is_for_good``: that memory stays
+    gone."""
 
     __slots__ = ("cells", "checksums", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "unit")
 
@@ -281,6 +288,9 @@ class _Payload:
 
 
 class _Landing:
+    """One payload that arrives. ``token`` is the endpoint's name for the read that it fills; 0: throw the bytes
+    away."""
+
     __slots__ = ("cells", "checksums", "count", "done", "has_checksums", "id", "token")
 
     def __init__(self, frame: Any, token: int, where: list[Cell]) -> None:

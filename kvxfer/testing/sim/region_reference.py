@@ -1,8 +1,9 @@
 """The reference model of registered memory: which regions are offered, what was posted, what landed where and when, and
 what each side was told. Like the other model, in ``checkers``, it shares no code with what it judges.
 
-A post is a fetch or a push. What lands, is confirmed and ends is kept by *way*: the post's id between its source and
-its target, whichever of the two posted it and by however many lanes it goes.
+A post is a fetch or a push. A *flow* is what the model keeps of one post: what landed, which verdicts were given and
+heard, and how it ended. Both sides find a flow by their incarnation and the post's id, whichever of the two posted it
+and however many lanes carry it.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ class PostRecord:
 
 
 @dataclasses.dataclass
-class _Way:
+class _Flow:
     post: PostRecord
     landed: dict[int, tuple[bytes, Sample]] = dataclasses.field(default_factory=dict)
+    """By element: the bytes in the target's memory, and what was read at the source."""
     ok_at: dict[int, int] = dataclasses.field(default_factory=dict)
+    """When the source first confirmed each nonce."""
     heard_ok: list[int] = dataclasses.field(default_factory=list)
+    """Nonces of the confirmations that reached the target."""
     ended: str = ""
+    """The state in which a push's offer ended at its target."""
 
 
 class RegionReference:
@@ -55,8 +60,8 @@ class RegionReference:
     def __init__(self) -> None:
         self._regions: dict[tuple[int, int], list[int]] = {}
         self._posts: dict[Key, PostRecord] = {}
-        self._from: dict[Key, _Way] = {}
-        self._to: dict[Key, _Way] = {}
+        self._from: dict[Key, _Flow] = {}
+        self._to: dict[Key, _Flow] = {}
 
     # --- regions ---
 
@@ -87,44 +92,45 @@ class RegionReference:
 
     def posted(self, post: PostRecord) -> None:
         self._posts[post.poster, post.id] = post
-        self._from[post.source, post.id] = self._to[post.target, post.id] = _Way(post)
+        self._from[post.source, post.id] = self._to[post.target, post.id] = _Flow(post)
 
     def landed(self, incarnation: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
-        """Bytes reached a cell of registered memory: this very transfer must have a live claim on it."""
-        way = self._to.get((incarnation, id_))
+        """Bytes reached a cell of registered memory. The post must have asked for that cell and must not have ended."""
+        flow = self._to.get((incarnation, id_))
         what = f"{describe(sample.data)} landed in {cell} of incarnation {incarnation} for {id_.hex()}"
-        if way is None or cell not in way.post.cells:
+        if flow is None or cell not in flow.post.cells:
             raise Violation(Invariant.RESERVATION, f"{what}, which was never asked to fill it")
         if self._regions[incarnation, cell.region][1] != NEVER:
             raise Violation(Invariant.RESERVATION, f"{what}, and that region was removed")
         # A push that is drained is not read from any more; what was read of it may still land, until its offer ends.
-        ended = way.ended or (way.post.final if way.post.is_drained and not way.post.is_push else "")
+        ended = flow.ended or (flow.post.final if flow.post.is_drained and not flow.post.is_push else "")
         if ended:
             raise Violation(Invariant.RESERVATION, f"{what}, which had ended as {ended}")
-        way.landed[way.post.cells.index(cell)] = (data, sample)
+        flow.landed[flow.post.cells.index(cell)] = (data, sample)
 
     def confirmed(self, incarnation: int, id_: bytes, nonce: int, now: int) -> None:
-        """The source said ok: the region is offered now, or it is a repeat of what was true when it was first said."""
-        way = self._from[incarnation, id_]
-        if nonce in way.ok_at:
+        """The source confirmed a nonce. Its region must be offered now, unless the source repeats an earlier
+        confirmation."""
+        flow = self._from[incarnation, id_]
+        if nonce in flow.ok_at:
             return
-        for region in {cell.region for cell in way.post.wanted}:
+        for region in {cell.region for cell in flow.post.wanted}:
             if not self.is_offered(incarnation, region, now):
                 raise Violation(
                     Invariant.CONFIRMED,
                     f"incarnation {incarnation} confirmed {id_.hex()} at {now / S:.6f} s without region {region}",
                 )
-        if way.post.is_push and way.post.final:
+        if flow.post.is_push and flow.post.final:
             raise Violation(
                 Invariant.CONFIRMED,
-                f"incarnation {incarnation} confirmed its push {id_.hex()}, {way.post.final} before",
+                f"incarnation {incarnation} confirmed its push {id_.hex()}, {flow.post.final} before",
             )
-        way.ok_at[nonce] = now
+        flow.ok_at[nonce] = now
 
     def verdict_arrived(self, incarnation: int, id_: bytes, source: int, nonce: int) -> None:
-        way = self._to[incarnation, id_]
-        if way.post.source == source:
-            way.heard_ok.append(nonce)
+        flow = self._to[incarnation, id_]
+        if flow.post.source == source:
+            flow.heard_ok.append(nonce)
 
     def final(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
         """An event of the poster."""
@@ -151,18 +157,18 @@ class RegionReference:
 
     def offer_ended(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
         """An event of the target of a push."""
-        way = self._to.get((incarnation, id_))
-        if way is None or not way.post.is_push:
+        flow = self._to.get((incarnation, id_))
+        if flow is None or not flow.post.is_push:
             raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended without a push")
-        if way.ended:
-            raise Violation(Invariant.ONCE, f"offer {id_.hex()} ended as {way.ended}, then as {state}")
-        way.ended = state
+        if flow.ended:
+            raise Violation(Invariant.ONCE, f"offer {id_.hex()} ended as {flow.ended}, then as {state}")
+        flow.ended = state
         if state == "COMMITTED":
-            self._check_commit(way)
-            way.post.is_committed = True
+            self._check_commit(flow)
+            flow.post.is_committed = True
 
     def notified(self, sender: int, receiver: int, payload: bytes) -> None:
-        """A notification that came with a push: its bytes are there, confirmed, and it comes once."""
+        """A notification that came with a push. The push's bytes must be there and confirmed, and it must come once."""
         post = self._posts.get((sender, payload[:16]))
         if post is None or post.target != receiver or post.notification != payload:
             raise Violation(
@@ -178,18 +184,18 @@ class RegionReference:
             )
         post.is_notified = True
 
-    def _check_commit(self, way: _Way) -> None:
-        flaw = self._flaw(way)
+    def _check_commit(self, flow: _Flow) -> None:
+        flaw = self._flaw(flow)
         if flaw is not None:
-            raise Violation(Invariant.CONFIRMED, f"post {way.post.id.hex()} committed, but {flaw}")
+            raise Violation(Invariant.CONFIRMED, f"post {flow.post.id.hex()} committed, but {flaw}")
 
-    def _flaw(self, way: _Way) -> str | None:
-        """Why the landed bytes are no commit."""
-        post, last = way.post, 0
+    def _flaw(self, flow: _Flow) -> str | None:
+        """Why the flow must not commit; None where it may."""
+        post, last = flow.post, 0
         for index, (wanted, cell) in enumerate(zip(post.wanted, post.cells, strict=True)):
-            if index not in way.landed:
+            if index not in flow.landed:
                 return f"nothing landed for element {index}"
-            data, sample = way.landed[index]
+            data, sample = flow.landed[index]
             if (sample.incarnation, sample.cell) != (post.source, wanted):
                 return (
                     f"element {index} was read from {sample.cell} of incarnation {sample.incarnation}, "
@@ -202,7 +208,7 @@ class RegionReference:
             if post.memory.read(cell) != data:
                 return f"element {index} is not in memory any more"
             last = max(last, sample.at)
-        moments = [way.ok_at[nonce] for nonce in way.heard_ok]
+        moments = [flow.ok_at[nonce] for nonce in flow.heard_ok]
         if not any(moment >= last for moment in moments):
             return f"its last byte was read at {last / S:.6f} s and no word came after that"
         return None
