@@ -1,10 +1,12 @@
 """Rooms that this rank reads: which parts are asked of which source, and when all of them are there. Decides when a
 room is done, and when its pages may be used anew; must never know SGLang, nor wait on the thread that calls it.
 
-Each source is asked for its last part, the auxiliary row, as soon as the room begins: so this rank hears that it is
-queued, that its engine does not know it, or that it is gone, long before the first page is granted. Parts that come
-before it are told by messages, and pulled at once. A page belongs to the agent from the pull of its chunk until that
-drained. Sources that are cut differently give a share each, in a view of the same pages (:mod:`.views`).
+A room is SGLang's number for one request that moves from prefill to decode. A leg is one source's share of a room. Each
+leg begins with a pull of the source's last part, the auxiliary row. By that pull this rank hears that the room is
+queued, that the source's engine does not know it, or that the source is gone, long before the first page is granted.
+The source announces the parts before the last by messages, and this rank pulls each at once. A page belongs to the
+agent from the pull of its part until that pull has drained. Sources with another tensor parallel or page size give a
+share each, in a view of the same pages (:mod:`.views`).
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class DestinationRooms:
         call_soon: Callable[..., None],
         say: Callable[[str, Message], None],
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` messages an agent, in order."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop; ``say`` sends an agent messages, in order."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
@@ -160,10 +162,10 @@ class DestinationRooms:
         self._call_soon(self._ask_all, made)
 
     def choose(self, sources: Sequence[RoomSource | tuple[str, int]]) -> tuple[RoomSource, ...]:
-        """The sources to read from, in their order, so that everything that this rank holds is read once. Of replicas
-        one is chosen, by this rank's place. Without shapes every source gives all. Raises InvalidArgumentError if there
-        are none, one is named twice, or only some have a shape; IncompatibleError, naming the field, if no source has
-        some layer or head, or one keeps it differently."""
+        """The sources to read from, in their order. Together they give each layer and head of this rank once. This
+        rank's own number decides which of several replicas is chosen. Without shapes all sources are read. Raises
+        InvalidArgumentError if there are none, one is named twice, or only some have a shape; IncompatibleError, naming
+        the field, if no source has some layer or head, or one keeps it differently."""
         return tuple(source for source, _ in self._choose(sources))
 
     def abort(self, room: int, why: str) -> None:
@@ -299,9 +301,9 @@ class DestinationRooms:
                 self._fail(made, error)
 
     async def _learn(self, made: DestinationRoom, leg: DestinationLeg) -> None:
-        """Handle what a source has announced, once its pool is known. The source registers a pool for us when it learns
-        of us; it reports the pool when asked, or the coordinator does. If the pool never comes, the pull fails with the
-        reason."""
+        """Handle what a source has announced, once its pool is known. The source registers a pool for this rank when it
+        learns of this rank's shape. It reports the pool when asked, or the coordinator does. If the pool is not known
+        after MEET_S, the pull fails with the reason."""
         began_s = time.monotonic()
         if not self._is_known(leg):
             self._say(leg.agent_id, Unknown(leg.transfer_id))
@@ -381,7 +383,7 @@ class DestinationRooms:
             made.filling.add(transfer.transfer_id)
             try:
                 transfer.reserve(made.aux)
-            except InvalidArgumentError as error:  # it is over, and what became of it is on its way
+            except InvalidArgumentError as error:  # the transfer is final: its on_ended comes next
                 log.debug("a grant ended as soon as it was there: %s", error)
                 made.filling.discard(transfer.transfer_id)
             except KvxferError as error:
@@ -416,7 +418,7 @@ class DestinationRooms:
         return part_id(leg.transfer_id, leg.rank, self._rank, part, 0)
 
     def _look(self, made: DestinationRoom) -> None:
-        """Whether it is done, or failed and drained."""
+        """End the room if it is done, or if it has failed and drained."""
         if made.error is None and not made.is_done and all(leg.is_done for leg in made.legs.values()):
             made.is_done = True
             made.ended_s = time.monotonic()
