@@ -1,5 +1,6 @@
-"""The part of an agent that is about memory: pools of blocks, registered regions that peers may read and write at any
-time, and posts between regions. Decides nothing; the pools, the transfer engine and the transport do.
+"""An agent's calls about memory: pools of blocks, registered regions that peers may read and write at any time, and
+posts, which read or write between registered regions of two agents. Decides nothing; the pools, the transfer engine and
+the transport do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvxfer.types import ChecksumMode, CompatibilityRecord, Exposure, Lane, Regi
 
 
 class AgentMemory:
-    """What :class:`~kvxfer.agent.Agent` inherits."""
+    """The base class of :class:`~kvxfer.agent.Agent` that has these calls."""
 
     info: WorkerInfo
     _lanes: tuple[Lane, ...]

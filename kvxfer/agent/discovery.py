@@ -26,7 +26,7 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Discovery:
-    """Of one agent, on its loop."""
+    """The discovery of one agent. Everything runs on the agent's loop."""
 
     def __init__(
         self, token: bytes, info: WorkerInfo, pools: AgentPools, runtime: AgentRuntime, transport: Transport
@@ -54,9 +54,11 @@ class Discovery:
 
     def add_remote_agent(self, metadata: str, agent_id: str, incarnation: Incarnation | None) -> Member:
         """Add the incarnation that ``metadata`` describes. It must have the name ``agent_id`` and, if one is given, be
-        that ``incarnation``. An incarnation that is given and known already is returned without a look at the metadata,
-        unless its pools had unknown weights: then unreadable metadata changes nothing. Raises PeerGoneError, which does
-        not say why."""
+        that ``incarnation``.
+
+        If ``incarnation`` is given and known already, it is returned as it is known, without a look at the metadata.
+        But if a pool of it had unknown weights, newer metadata may know them: they replace the old ones if they can be
+        read. Raises PeerGoneError, which does not say why."""
         known = self._peers.find(agent_id)
         if known is not None and known.pools and incarnation == known.ref.incarnation:
             self._peers.touch(known.ref)

@@ -1,5 +1,5 @@
 """The grants of one agent: makes them, and settles each when the transport says that it ended. Never decides whether
-one is alive: that is the transport's, asked in the very moment.
+one is alive: the transport does, at the moment when it is asked.
 """
 
 from __future__ import annotations

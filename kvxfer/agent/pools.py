@@ -90,7 +90,7 @@ class AgentPools:
         published = PoolRecord(
             pool_id, spec.record, spec.block_count, block_bytes, spec.exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, checksum, spec.is_published, self._described)
+        pool = Pool(published, region, segments, checksum, spec.is_published, self._on_described)
         if self._transport is not None:
             self._transport.add_pool(published, region, pool.segments, has_checksums=checksum == ChecksumMode.ON)
         self._pools[pool_id] = pool
@@ -102,7 +102,8 @@ class AgentPools:
                 raise
         return pool
 
-    def _described(self, pool: Pool) -> None:
+    def _on_described(self, pool: Pool) -> None:
+        """The owner has replaced the record of a pool."""
         if self._pools.get(pool.pool_id) is not pool or self._is_closed:
             return
         if self._transport is not None:

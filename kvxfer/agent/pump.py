@@ -1,7 +1,8 @@
 """Brings the transport's events to the asyncio loop: in order, and all that are there in one pass. Decides nothing
-about an event; must never let one failing handler keep the others from their events.
+about an event. A handler that raises must never stop the events after it.
 
-A thread that is not the loop's may wait for events too. It handles its own, and the loop handles the others.
+A thread that is not the loop's may wait for events too (:meth:`EventPump.progress`). It handles the events of its own
+transfers, and the loop handles the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvxfer.errors import KvxferError, TransportError
 from kvxfer.transport.base import Event, Transport
 
 MOMENT_S = 5e-3
-"""The longest that one call waits: the loop may have handled the awaited event just before the call."""
+"""The longest that one :meth:`EventPump.progress` waits: the loop may have handled the awaited event just before it."""
 
 
 class EventPump:
@@ -38,10 +39,10 @@ class EventPump:
         self._on_drained = on_drained
         self._lock = threading.RLock()
         """Held while events are read and handled, so that they keep their order."""
-        self._left: collections.deque[Event] = collections.deque()
-        """Events that were read and that the loop has still to handle."""
-        self._is_told = False
-        """Whether the loop was told that some are left."""
+        self._pending: collections.deque[Event] = collections.deque()
+        """Events that were read, and that the loop is still to handle."""
+        self._is_scheduled = False
+        """Whether a call of :meth:`_handle_pending` on the loop is due."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fileno = -1
 
@@ -67,16 +68,16 @@ class EventPump:
             if self._loop is None:
                 return
             try:
-                self._left += self._transport.drain()
+                self._pending += self._transport.drain()
             except Exception as error:
                 self._fail(error)
                 return
-            self._handle_left()
+            self._handle_pending()
 
     def progress(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
-        """On a thread that is not the loop's: wait for events, at most ``timeout_s`` and MOMENT_S, and handle them. The
-        loop gets the events for which ``take(event)`` returns False. If the loop is handling events, this waits for it,
-        at most as long again."""
+        """On a thread that is not the loop's: wait for events, at most ``timeout_s`` and MOMENT_S, and give each to
+        ``take(event)``. The loop gets the events for which that returns False. If the loop is handling events, this
+        waits for it, at most as long again."""
         timeout_s = min(max(timeout_s, 0.0), MOMENT_S)
         loop = self._loop
         if loop is None:
@@ -91,11 +92,11 @@ class EventPump:
             return
         try:
             if self._loop is not None:
-                self._hand_out(self._loop, take)
+                self._distribute(self._loop, take)
         finally:
             self._lock.release()
 
-    def _hand_out(self, loop: asyncio.AbstractEventLoop, take: Callable[[Event], bool]) -> None:
+    def _distribute(self, loop: asyncio.AbstractEventLoop, take: Callable[[Event], bool]) -> None:
         try:
             events = self._transport.drain()
         except Exception as error:
@@ -107,22 +108,22 @@ class EventPump:
                 event = rest.popleft()
                 try:
                     if not take(event):
-                        self._left.append(event)
+                        self._pending.append(event)
                 except Exception as error:
                     loop.call_soon_threadsafe(loop.call_exception_handler, _context_of(event, error))
         finally:  # a signal's handler may have raised
-            self._left += rest
-            # For the progress of what is this thread's the loop need not be woken.
-            is_due = self._left or not all(isinstance(event, _core.TransferProgress) for event in events)
-            if is_due and not self._is_told:
-                self._is_told = True
-                loop.call_soon_threadsafe(self._handle_left)
+            self._pending += rest
+            # The loop still has to call `on_drained` for what `take` handled, unless that was progress only.
+            is_due = self._pending or not all(isinstance(event, _core.TransferProgress) for event in events)
+            if is_due and not self._is_scheduled:
+                self._is_scheduled = True
+                loop.call_soon_threadsafe(self._handle_pending)
 
-    def _handle_left(self) -> None:
+    def _handle_pending(self) -> None:
         with self._lock:
-            self._is_told = False
-            while self._left and self._loop is not None:
-                event = self._left.popleft()
+            self._is_scheduled = False
+            while self._pending and self._loop is not None:
+                event = self._pending.popleft()
                 if isinstance(event, _core.CoreFailed):
                     self._fail(TransportError(f"the native core failed: {event.text}"))
                     return

@@ -53,9 +53,9 @@ class GrantStatistics:
     revoked: int = 0
     reader_gone: int = 0
     unread: int = 0
-    """Of those alive: their readers have not begun to read."""
+    """Those that are alive, and whose readers have not begun to read."""
     blocks_unread: int = 0
-    """Promised by those."""
+    """The blocks that these grants promise."""
     expected: int = 0
     """Prompts that the engine accepted and that have no grant yet."""
     pulls_waiting: int = 0
@@ -92,8 +92,9 @@ class PullStatistics:
     """Own pulls that have read nothing yet, by what their sources said of them."""
 
     unknown: int = 0
-    """Nothing yet, or that their engine was not asked for that prompt so far."""
+    """The source has said nothing yet, or that its engine has not accepted that prompt."""
     queued: int = 0
+    """The source's engine has accepted the prompt, and no grant exists."""
     granted: int = 0
     """The grant exists."""
 
@@ -157,7 +158,7 @@ class AgentStatistics:
         )
 
     def closed(self) -> AgentStatistics:
-        """What is left of these once the transport closed: it holds nothing, and revoked the grants that were alive."""
+        """These counts once the transport has closed: it holds nothing, and has revoked the grants that were alive."""
         now = self.grants
         grants = GrantStatistics(
             released=now.released,
@@ -179,7 +180,7 @@ class AgentStatistics:
         return blocks + self.grants.alive + self.transfers_live + self.transfers_draining == 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """These counts as JSON can write them."""
         values = dataclasses.asdict(self)
         values["pools"] = list(values["pools"])
         values["regions"] = list(values["regions"])

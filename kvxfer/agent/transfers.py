@@ -48,7 +48,7 @@ class Transfers:
         counters: AgentCounters,
         drain: Callable[[], None],
     ) -> None:
-        """``drain`` has the transport's events given to :meth:`handle`."""
+        """``drain`` reads the transport's events, and gives each to :meth:`handle`."""
         self.engine = TransferEngine(transport, config=config, drain=drain)
         self._transport = transport
         self._table = self.engine.transfers
@@ -58,7 +58,7 @@ class Transfers:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._untold: collections.deque[tuple[Awaited[Any], Any]] = collections.deque()
-        """Transfers with their outcome, or ``None``: it drained."""
+        """What :meth:`tell` has still to settle: transfers, each with its outcome, or with ``None``: it has drained."""
         self._searches: dict[Pull, asyncio.Task[None]] = {}
         """Of pulls whose source is not known yet."""
         self._remotes: dict[str, RemotePeer] = {}
@@ -69,7 +69,7 @@ class Transfers:
 
     @property
     def is_on_loop(self) -> bool:
-        """Whether the caller is."""
+        """Whether the calling thread is the loop's."""
         return threading.get_ident() == self._thread
 
     @property
@@ -104,7 +104,7 @@ class Transfers:
     ) -> Transfer:
         """Start now or, on the loop, as soon as the source is known. ``on_granted`` is called when the grant exists and
         the transfer has no blocks, ``on_ended`` once it has drained; both on the thread that handles the event. Raises
-        UsageError's kinds; other errors end the transfer."""
+        UsageError; other errors end the transfer."""
         transfer = Transfer(self._loop, self._tell_soon)
         transfer._pull = pull = Pull(
             self._table,
@@ -120,8 +120,8 @@ class Transfers:
             if self.is_on_loop:
                 self._searches[pull] = self._loop.create_task(self._search(pull))
             else:
-                has_none = PeerGoneError(f"agent {order.source!r} has no pool yet")
-                self._end(pull, has_none if member else self._peers.unknown(order.source))
+                no_pool = PeerGoneError(f"agent {order.source!r} has no pool yet")
+                self._end(pull, no_pool if member else self._peers.unknown(order.source))
             return transfer
         try:
             self._begin(pull, member)
@@ -226,7 +226,8 @@ class Transfers:
         self.tell()
 
     def tell(self) -> None:
-        """Settle and count the transfers whose events :meth:`handle` has handled. On the loop."""
+        """Settle and count the transfers whose events :meth:`handle` has handled, so that the tasks that await them
+        continue. On the loop."""
         while self._untold:
             transfer, outcome = self._untold.popleft()
             if outcome is None:
@@ -261,13 +262,14 @@ class Transfers:
             self._call(self._loop.call_exception_handler, about)
 
     def _tell_soon(self) -> None:
+        """Call :meth:`tell`: now on the loop, soon from another thread."""
         if self.is_on_loop:
             self.tell()
         elif self._untold:
             self._call(self.tell)
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """On the loop, unless that has ended."""
+        """Call it on the loop, or not at all if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 

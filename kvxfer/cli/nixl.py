@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the program gets: the packages called ``nixl`` that are kvxfer go before all others, and everything that it
-    starts inherits that. Its own PYTHONPATH, and a sitecustomize in it, stay as they are.
+    """The program's environment. PYTHONPATH begins with kvxfer's packages called ``nixl``, so that they go before all
+    others; the program's children inherit that. The rest of PYTHONPATH, and a sitecustomize in it, stay as they are.
     """
     shims = str(pathlib.Path(kvxfer.connectors.__file__).parent / "nixl" / "shims")
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != shims]

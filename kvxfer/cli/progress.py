@@ -1,7 +1,8 @@
 """Whether a starting process still makes progress: on a busy machine a start takes as long as it takes, and a process
 that hangs does nothing. Decides when to give up; must never know what the process is.
 
-Heartbeats are bytes that it wrote and processor time of its whole session, so that what it started counts too.
+The process shows that it is alive by bytes that it writes, and by processor time of its whole session, which has the
+processes that it started too.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from typing import TypeVar
 
 POLL_S = 0.25
 LEAST_SHARE = 1 / 60
-"""So much of a processor is a heartbeat; one that only waits wakes up now and then, and takes less."""
+"""A process that takes more of one processor than this works. One that only waits wakes up now and then, and takes
+less."""
 LONGEST = 10
-"""One that is busy and never ready is given up after so many times the patience with one that does nothing."""
+"""A process that works and does not become ready is given up after so many times ``timeout_s``."""
 
 T = TypeVar("T")
 
 
 class StartProgress:
-    """One start. Times are of any one clock, in seconds."""
+    """The start of one process. All times are seconds of one clock."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         """``timeout_s``: how long nothing may happen."""
@@ -32,7 +34,8 @@ class StartProgress:
         self._processor_s = 0.0
 
     def see(self, written_bytes: int, processor_s: float, now_s: float) -> str | None:
-        """Why it is to be given up, from what it wrote and took of the processors so far; ``None``: it is not."""
+        """Why the start is to be given up; ``None``: it goes on. ``written_bytes`` and ``processor_s``: of the process,
+        since it began."""
         taken_s = processor_s - self._processor_s
         if written_bytes != self._bytes or taken_s > max(0.0, LEAST_SHARE * (now_s - self._alive_s)):
             self._bytes, self._processor_s, self._alive_s = written_bytes, max(processor_s, self._processor_s), now_s
@@ -44,8 +47,8 @@ class StartProgress:
 
 
 def session_processor_s(session: int) -> float:
-    """Processor time, in seconds, of the processes of a session that are there, and of those that they waited for; 0
-    where the system does not tell."""
+    """Processor time, in seconds, of the running processes of a session, and of ended children that they waited for; 0
+    if the system has no ``/proc``."""
     ticks = 0
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:

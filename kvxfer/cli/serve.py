@@ -1,7 +1,7 @@
 """``kvxfer serve``: the whole service on this machine, kept up until Ctrl-C.
 
-Decides what people are told while it comes up, runs and ends. Losing a child is said and not repaired: the others keep
-running, and the router knows what to do without it.
+Decides what the operator reads while it starts, runs and ends. A lost child process is reported, not restarted: the
+others keep running, and the router works without it.
 """
 
 from __future__ import annotations

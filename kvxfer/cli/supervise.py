@@ -1,8 +1,9 @@
 """Child processes of one command: started, watched, and stopped in order; none outlives this process.
 
-Decides when a child counts as ready (its JSON line came, and its probe is answered, if it has one) or lost (it ended
-unasked). It must never know what the children do for each other: which ones there are, and with which flags, is the
-caller's.
+Decides when a child counts as ready (it has written its ready line and, if it has a ``ready_path``, its HTTP server
+answers there with 200) or lost (it ended unasked). The ready line is a JSON object on stdout with ``"event": "ready"``
+and the child's addresses. This module must never know what the children do for each other: the caller decides which
+ones there are, and with which flags.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
 STOP_GRACE_S = 15.0
 """A child that has not ended this long after SIGTERM is killed."""
 START_GRACE_S = 1.0
-"""The same for one that was not ready yet: loading a model cannot be broken off, and there is nothing to finish."""
+"""The same for a child that is not ready yet. It may be loading a model, which it cannot interrupt, and it serves no
+request that it would have to finish."""
 PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 5.0
 TAIL_LINES = 40
@@ -57,7 +59,7 @@ class Child:
     tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     is_ready: bool = False
     written_bytes: int = 0
-    """What came of it on stdout and stderr."""
+    """How many bytes it wrote to stdout and stderr."""
     is_stopping: bool = False
     why_not_ready: str = ""
 
@@ -246,7 +248,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _reason(content: bytes) -> str:
-    """What an answer that is not 200 says; empty where it is none of ours."""
+    """The reason in the body of an answer other than 200; empty if another program answered."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

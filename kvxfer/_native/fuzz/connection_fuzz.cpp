@@ -22,22 +22,22 @@ using namespace kvxfer::fuzz;
 namespace {
 
 static_assert(kNoChecksumOfWire == kNoChecksum);
-constexpr size_t kLinesMax = 4;
+constexpr size_t kConnectionsMax = 4;
 constexpr uint8_t kUntouched = 0x5a;
 constexpr uint32_t kReadOnly = kRegionFirst + 2;  // no peer may write into this region
 const AgentRef kSelf{"self", 1, filled<16>(9)};
 const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"b", 1, filled<16>(2)}};
 const Bytes32 kKey = filled<32>('k');
 
-// Of the process: made once, removed at its end.
-struct Outside {
-  Outside() {
+// What the peers have, in this process: made once, and removed when the process ends.
+struct PeerSide {
+  PeerSide() {
     std::signal(SIGPIPE, SIG_IGN);
     const char* const temporary = std::getenv("TMPDIR");
     path = std::string(temporary != nullptr ? temporary : "/tmp") + "/kvxfer-fuzz-" + std::to_string(::getpid()) + ".sock";
     listener = listen_unix(path);
   }
-  ~Outside() { ::unlink(path.c_str()); }
+  ~PeerSide() { ::unlink(path.c_str()); }
 
   std::string path;          // where the peers listen
   Fd listener;
@@ -45,12 +45,12 @@ struct Outside {
   std::vector<uint8_t> memory = std::vector<uint8_t>(4096, 0x77);  // and as cma reads it
 };
 
-Outside& outside() {
-  static Outside the_one;
-  return the_one;
+PeerSide& peer_side() {
+  static PeerSide instance;
+  return instance;
 }
 
-// Listens where only this process finds it.
+// A listener at an abstract address that the kernel chooses, so that runs in parallel do not collide.
 Fd listen_nameless(sockaddr_un& address, socklen_t& size) {
   Fd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   address = {};
@@ -92,7 +92,7 @@ class ConnectionWorld {
       regions_[i].assign(kRegionBytes, kUntouched);
       shared_.add_region(OwnRegion{region, regions_[i].data(), nullptr, nullptr, nullptr});
     }
-    for (const AgentRef& agent : kAgents) shared_.set_peer(agent, kKey, PeerAddress{"", 0, outside().path});
+    for (const AgentRef& agent : kAgents) shared_.set_peer(agent, kKey, PeerAddress{"", 0, peer_side().path});
   }
 
   void play() {
@@ -162,7 +162,7 @@ class ConnectionWorld {
   SocketConnection* some_connection() { return connections_.empty() ? nullptr : &in_.pick(connections_); }
 
   void connect() {
-    if (connections_.size() >= kLinesMax) return;
+    if (connections_.size() >= kConnectionsMax) return;
     const size_t kind = in_.below(2);
     const AgentRef& peer = kAgents[in_.below(2)];
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -175,8 +175,8 @@ class ConnectionWorld {
     step();
   }
   void accept_dialed() {
-    Fd fd(::accept4(outside().listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!fd || connections_.size() >= kLinesMax) return;
+    Fd fd(::accept4(peer_side().listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!fd || connections_.size() >= kConnectionsMax) return;
     const AgentRef& peer = kAgents[in_.below(2)];
     connections_.push_back({std::move(fd), peer, Handshake(peer, filled<32>(2))});
   }
@@ -202,7 +202,7 @@ class ConnectionWorld {
       const Bytes32* const key = &kKey;
       if (const std::optional<Hello> answer = connection.handshake.on_hello(hello, [&](const AgentRef&) { return key; })) send(connection, encode(*answer));
     } catch (const Error& error) {
-      check(error.code() != Code::internal, error.what());  // a core that dialed another than it reached
+      check(error.code() != Code::internal, error.what());  // accept_dialed() may answer as another agent than the core dialed
     }
   }
 
@@ -216,7 +216,7 @@ class ConnectionWorld {
   void say(const std::string& wire) {
     if (SocketConnection* connection = some_connection()) send(*connection, wire);
   }
-  // The model hears of these bytes before the core gets them.
+  // Tells the model of the frames in these bytes, before the core gets them.
   void note(SocketConnection& connection, const std::string& wire) {
     try {
       connection.said.feed(wire);
@@ -260,9 +260,9 @@ class ConnectionWorld {
     map.lane = in_.flag() ? Lane::Mapped : Lane::Cma;
     int descriptor = -1;
     if (map.lane == Lane::Mapped) {
-      descriptor = in_.below(4) == 0 ? connection->fd.get() : outside().shared.fd();
+      descriptor = in_.below(4) == 0 ? connection->fd.get() : peer_side().shared.fd();
     } else {
-      map.address = reinterpret_cast<uintptr_t>(outside().memory.data()) + in_.below(64);
+      map.address = reinterpret_cast<uintptr_t>(peer_side().memory.data()) + in_.below(64);
       const auto place = reinterpret_cast<uintptr_t>(connection->peer.boot_nonce.data()) + (in_.below(8) == 0 ? 1 : 0);
       map.key.clear();
       for (int shift = 0; shift < 64; shift += 8) map.key.push_back(static_cast<char>(place >> shift));

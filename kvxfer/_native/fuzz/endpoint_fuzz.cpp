@@ -8,8 +8,9 @@ using namespace kvxfer::fuzz;
 
 namespace {
 
-constexpr size_t kLinesMax = 6;
+constexpr size_t kConnectionsMax = 6;
 
+// So small that an input of some hundred bytes reaches each limit.
 EndpointLimits small_limits(Input& in) {
   EndpointLimits limits;
   limits.grants.grants_max = 6;
@@ -62,7 +63,7 @@ class EndpointWorld : public Shell {
 
   void open() {
     forget_closed();
-    if (connections_.size() >= kLinesMax) return close(connections_[in_.below(connections_.size())]);
+    if (connections_.size() >= kConnectionsMax) return close(connections_[in_.below(connections_.size())]);
     const AgentRef& peer = kAgents[in_.below(3)];
     Effects out;
     const Bytes32& key = kKeys[in_.below(4)];
@@ -84,7 +85,8 @@ class EndpointWorld : public Shell {
     add(PeerConnection{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
     if (PeerConnection* connection = find(session)) shake_hands(*connection);
   }
-  // The peer's answer to the last HELLO, with its key. A peer that finds our proof wrong goes on all the same.
+  // The peer answers the endpoint's last HELLO with its key. A peer without the right key finds the endpoint's proof wrong. It sends
+  // a PROVE all the same, with a wrong proof, which the endpoint must refuse.
   void shake_hands(PeerConnection& connection) {
     if (!connection.heard) return;
     Hello answer{HelloStep::Prove, connection.peer, kSelf, {}, filled<32>(5)};

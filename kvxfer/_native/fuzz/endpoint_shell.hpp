@@ -38,8 +38,8 @@ class Shell {
     }
     const EndpointCounts counts = endpoint_.counts();
     check(endpoint_.next_deadline() == kNever, "there is always something more to be waited for");
-    check(counts.grants.alive == 0 && counts.grants.waiting_pulls == 0, "a grant or a pull outlived everybody");
-    check(counts.transfers_live == 0 && counts.transfers_draining == 0, "a transfer outlived everybody");
+    check(counts.grants.alive == 0 && counts.grants.waiting_pulls == 0, "a grant or a pull outlived all peers and the owner");
+    check(counts.transfers_live == 0 && counts.transfers_draining == 0, "a transfer outlived all peers and the owner");
     check(counts.sessions_up == 0 && counts.sessions_opening == 0, "a session outlived its connection");
     check(counts.notifications_pending == 0 && counts.peers == 0, "something of a dead peer is left");
     for (const PoolCounts& pool : counts.pools) check(pool.granted + pool.reserved + pool.quarantined == 0, "a block was not given back");
@@ -50,7 +50,7 @@ class Shell {
   }
 
  protected:
-  struct Incoming {
+  struct Incoming {  // a read into own memory that has begun
     TransferId id;
     uint64_t token;
   };
@@ -227,7 +227,7 @@ class Shell {
         const std::optional<Frame> frame = connection.decoder.next();
         if (!frame) return;
         model_.heard(*frame);
-        is_asked_ = std::holds_alternative<Confirm>(*frame);  // a question of its own; it may lack bytes
+        is_asked_ = std::holds_alternative<Confirm>(*frame);  // a peer may ask for the verdict before it has all bytes
         call([&](Effects& out) { endpoint_.on_frame(connection.session, *frame, now_, out); });
         is_asked_ = false;
         const auto* data = std::get_if<Data>(&*frame);
@@ -295,10 +295,11 @@ class Shell {
   std::deque<Dial> dials_;
   std::deque<SendData> sends_;
   std::deque<ReadBlocks> reads_;
-  std::deque<TransferId> over_;   // final: reads into their blocks are to be stopped
-  std::deque<Incoming> cut_;      // payloads of connections that are gone
+  std::deque<TransferId> over_;   // transfers that are final now: perform() stops the reads into their blocks
+  std::deque<Incoming> cut_;      // reads whose connection is gone: perform() stops them
   std::set<uint32_t> regions_, regions_ever_;
-  bool has_bearers_ = false, is_asked_ = false;
+  bool has_bearers_ = false;
+  bool is_asked_ = false;  // the endpoint handles a CONFIRM at the moment
   OwnerModel model_;
   std::set<std::pair<TransferId, uint64_t>> confirmed_;
   std::map<TransferId, AgentRef> peers_;  // of the owner's posts

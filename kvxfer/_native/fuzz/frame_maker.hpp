@@ -63,7 +63,8 @@ class FrameMaker {
     return Answer{answer(in, question), by};
   }
 
-  // A small DATA frame is followed by its payload, with unknown checksums or with others.
+  // The bytes of a frame. A small DATA frame is followed by its payload. Its checksums, if it has any, say that the source computed
+  // none. One payload in eight gets another length.
   static std::string with_payload(const Frame& frame, Input& in) {
     std::string wire = encode(frame);
     const auto* data = std::get_if<Data>(&frame);
@@ -76,7 +77,7 @@ class FrameMaker {
   }
 
   TransferId id(Input& in) { return in.pick(ids_); }
-  // Ids of the owner's choice: they differ in more than the last byte, which differs by lane of a push.
+  // An id that the owner under test uses, and that the peer may use too.
   TransferId own_id(Input& in) { return ids_[in.below(kOwnIds)]; }
 
   Frame make(Input& in) {
@@ -193,8 +194,9 @@ class FrameMaker {
   struct Question {
     uint64_t by;
     Pull pull;
-    Frame frame = Release{};  // for a frame without a pull
-    uint32_t step = 0, done = 0;
+    Frame frame = Release{};  // the question itself if it is a PUSH or a CONFIRM; any other kind: the question is `pull`
+    uint32_t step = 0;        // how many answers it got
+    uint32_t done = 0;        // how many elements of `pull` were sent
   };
   void ask(Question question) {
     const Pull& pull = question.pull;

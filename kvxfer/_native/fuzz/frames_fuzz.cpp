@@ -14,7 +14,7 @@ using namespace kvxfer::fuzz;
 namespace {
 
 constexpr uint8_t kRaw = 0x40;      // no header
-constexpr uint8_t kLiar = 0x80;     // a header with another length than the body's
+constexpr uint8_t kLiar = 0x80;     // the length has two bytes, and the header claims it even if the input ends before
 constexpr size_t kKindMask = 0x3f;
 
 struct Outcome {

@@ -14,12 +14,12 @@ namespace {
 
 constexpr uint64_t kTargetBytes = 4096;
 constexpr uint64_t kSourceMax = 1ull << 40;
-uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // where sources seem to lie; never touched
+uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // the pretended address of a source; no byte of it is accessed
 
-// The result of a MAP on a mapping lane, without the mapping.
-class Place final : public RemoteMemory {
+// The memory that a MAP on lane `mapped` describes, without a mapping behind it.
+class UnmappedMemory final : public RemoteMemory {
  public:
-  explicit Place(const Map& map) : RemoteMemory(map) {
+  explicit UnmappedMemory(const Map& map) : RemoteMemory(map) {
     if (bytes() > kSourceMax) throw Error(Code::no_lane, "the source's memory is smaller than it says");
     set_base(kBase + 2 * kSourceMax * map.pool % (1ull << 46));
     check(is_region() == (block_count() == 0) && is_region() == (block_bytes() == 0), "a MAP of blocks that have no place");
@@ -29,19 +29,20 @@ class Place final : public RemoteMemory {
 };
 
 // Visits every position of a read without reading; fills all bytes that the read would fill.
-class Walk final : public ReadJob {
+class DryRead final : public ReadJob {
  public:
-  Walk(ReadBlocks read, RemotePlace from, OwnMemory to) : ReadJob(std::move(read), std::move(from), std::move(to)), walk_(walk_source(), walk_target()) {}
+  DryRead(ReadBlocks read, RemotePlace from, OwnMemory to)
+      : ReadJob(std::move(read), std::move(from), std::move(to)), walk_(walk_source(), walk_target()) {}
 
   bool is_done() const override { return walk_.is_done(); }
   size_t read(size_t max) override {
     Run runs[4];
     size_t done = 0;
     const size_t count = walk_.take(runs, std::size(runs), max, done);
-    check(count != 0 && done <= max, "a read goes on without an end");
+    check(count != 0 && done <= max, "a read portion is empty, or larger than asked");
     for (size_t i = 0; i < count; ++i) {
       const auto& memories = source().memories;
-      const auto holds = [&](const auto& memory) { return static_cast<const Place&>(*memory).holds(runs[i].from, runs[i].size); };
+      const auto holds = [&](const auto& memory) { return static_cast<const UnmappedMemory&>(*memory).holds(runs[i].from, runs[i].size); };
       check(std::any_of(memories.begin(), memories.end(), holds), "a read leaves the source's memory");
       std::fill_n(runs[i].to, runs[i].size, uint8_t{7});
     }
@@ -56,8 +57,8 @@ class Walk final : public ReadJob {
   uint64_t done_ = 0;
 };
 
-std::unique_ptr<ReadJob> Place::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
-  return std::make_unique<Walk>(std::move(read), std::move(from), std::move(to));
+std::unique_ptr<ReadJob> UnmappedMemory::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
+  return std::make_unique<DryRead>(std::move(read), std::move(from), std::move(to));
 }
 
 void try_key(const Map& map) {
@@ -131,7 +132,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         map = over_the_wire(map);
         try_key(map);
         map.lane = Lane::Mapped;
-        memories[map.pool] = std::make_shared<Place>(map);
+        memories[map.pool] = std::make_shared<UnmappedMemory>(map);
         continue;
       }
       ReadBlocks read{TransferId{filled<16>(1)}, 1, 1, Lane::Mapped, {}, {}, {}};

@@ -55,15 +55,17 @@ class OwnerModel {
   }
 
  private:
-  // Ids of early ends are forgotten, and may be used again.
+  // An id begins. An endpoint remembers only its latest ends (finished_max, tombstones_max), so an id may begin again, but only if it
+  // is in `over`. `ended` is then cleared for the new use.
   static void begin(const TransferId& id, std::set<TransferId>& begun, std::set<TransferId>& ended, std::set<TransferId>& over, const char* rule) {
     if (!begun.insert(id).second) check(over.erase(id) != 0, rule);
     ended.erase(id);
   }
   bool was_confirmed(const TransferId& id) const { return oks_.count(id) != 0; }
 
-  std::optional<AgentRef> pushed_by_;
-  std::set<TransferId> granted_, ended_, posted_, final_, drained_, landing_, oks_;
+  std::optional<AgentRef> pushed_by_;  // the sender of a push's notification, until the OfferEnded of that push
+  std::set<TransferId> granted_, ended_, posted_, final_, drained_, landing_;
+  std::set<TransferId> oks_;  // ids for which a peer has sent a VERDICT or DONE with code ok
 };
 
 }  // namespace kvxfer::fuzz

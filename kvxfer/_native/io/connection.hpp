@@ -40,7 +40,8 @@ class Connection {
   bool is_corked() const { return outbox_.is_corked(); }
   // Makes the kernel send the bytes that it holds back.
   void uncork();
-  // Lets the peer read our pool or region `id` by `lane`, or reports why it cannot; once per session.
+  // Sends the MAP that lets the peer read our pool or region `id` by `lane`, or that says why it cannot. A repeated call does
+  // nothing, unless a new pool has taken the id.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
   // Our pools or regions are gone. Tells a peer that can read one, so that it unmaps it; bytes that come in for one no longer land,
@@ -64,7 +65,7 @@ class Connection {
   void withdraw_maps(const Withdrawn& gone);
   size_t read_frames();   // into the decoder; returns the bytes that came
   size_t read_payload();  // into blocks, or thrown away
-  size_t read_away();
+  size_t read_away();     // thrown away: the session is closing
   size_t check_read(ssize_t got) const;
   ssize_t read_some(iovec* vectors, size_t count);
   void take_frames();
@@ -85,8 +86,8 @@ class Connection {
   struct RemoteSlot {
     std::shared_ptr<const RemoteMemory> memory;
     std::string refusal;
-    bool is_withdrawn = false;  // it could be read, and is gone
-    size_t bytes = 0;  // of the MAP that is kept
+    bool is_withdrawn = false;  // the peer took the memory back
+    size_t bytes = 0;           // what this slot keeps of its MAP
   };
   using MapKey = std::pair<uint32_t, Lane>;
 
@@ -102,14 +103,14 @@ class Connection {
   std::deque<Fd> descriptors_;
   std::vector<std::shared_ptr<RemoteMemory>> new_remotes_;
   std::map<MapKey, RemoteSlot> remotes_;    // by the peer's ids
-  size_t remote_bytes_ = 0;                 // of all of them
+  size_t remote_bytes_ = 0;                 // the sum of RemoteSlot::bytes
   std::shared_ptr<CmaPeer> cma_peer_;       // made by the first MAP of that lane
   Bytes16 peer_nonce_{};                    // of a session that is up: the proven peer's
   std::map<MapKey, uint64_t> maps_sent_;    // by own ids: the serial of what was sent
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool is_near_ = false;                    // both run under the same kernel
+  bool is_near_ = false;                    // the peer runs under the same kernel: zero-copy payloads are possible
   Nanos close_at_ = 0;
 };
 

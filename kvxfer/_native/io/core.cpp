@@ -99,6 +99,7 @@ void Core::start() {
 void Core::close() {
   if (owner_ != this_process()) {  // no lock: a thread of the parent may have held it
     if (thread_.joinable()) thread_.detach();
+    // The sockets, the UCX context and its memory are the parent's. The child leaks its copies: a destructor would use them.
     static_cast<void>(loop_.release());
     new auto(ucx_);
     shared_.leak_memory();
@@ -115,7 +116,8 @@ void Core::close() {
   is_bound_ = false;
 }
 
-// One round of the event loop on this thread. Returns false if this thread may not run it, or another thread does.
+// One round of the event loop on this thread; with `looks`, it reads ready sockets first. Returns false if this thread may not run
+// the loop, or another thread runs it.
 bool Core::progress(bool looks) {
   if (!is_run_by_callers() || owner_ != this_process()) return false;
   const std::unique_lock lock(loop_mutex_, std::try_to_lock);
@@ -177,18 +179,19 @@ void Core::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> bloc
 }
 
 void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
-  const auto becoming = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
-  auto [pool, list] = shared_.look(becoming);
+  const auto newly_ready = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
+  auto [pool, list] = shared_.look(newly_ready);
   std::vector<uint32_t> checksums;
-  // The grant may end meanwhile, but its pool stays: a thread that removes it waits.
-  struct Looking {
-    ~Looking() {
+  // This thread reads the pool's memory without the mutex. The grant may end meanwhile, but the pool stays: while a gather is
+  // registered, the thread that removes the pool waits.
+  struct RegisteredGather {
+    ~RegisteredGather() {
       if (number != 0) shared.gathers_ended({number});
     }
     SharedEndpoint& shared;
     const uint64_t number;
   };
-  if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; looking.number != 0) {
+  if (const RegisteredGather gather{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; gather.number != 0) {
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
     if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // the checksums of memory on a device are taken while it is sent
@@ -198,11 +201,12 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
     }
   }
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    if (becoming(endpoint).second.size() != checksums.size()) checksums.clear();  // another thread announced them too
+    if (newly_ready(endpoint).second.size() != checksums.size()) checksums.clear();  // another thread announced some of them meanwhile
     endpoint.ready(id, blocks, layers, complete, now, out, checksums);
   });
 }
 
+// A small operation is sent by this thread, if it may run the loop; a large one would keep the caller, so the IO thread sends it.
 template <class F>
 void Core::act(bool is_small, F&& act) {
   const bool must_wake = shared_.act_awake(std::forward<F>(act));

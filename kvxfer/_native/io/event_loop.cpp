@@ -7,8 +7,8 @@ namespace kvxfer {
 namespace {
 
 constexpr int kEventsMax = 64;
-constexpr int kPassesMax = 4;                   // over effects before sockets are looked at again
-constexpr size_t kPortionOfCall = 128 << 10;    // of a call that does not wait
+constexpr int kPassesMax = 4;                   // over the effects in one round, before the sockets are looked at again
+constexpr size_t kPortionOfCall = 128 << 10;    // bytes that one progress() moves: its caller does not wait for more
 constexpr size_t kPrefaultingMax = 1024;        // memory beyond it can be read too, with slower first reads
 constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does not report its copies
 
@@ -35,7 +35,8 @@ void EventLoop::run() noexcept {
       tell_caller();
       if (until != 0 && prefault_some()) until = 0;
       if (until != 0) {
-        // It keeps an earlier deadline that has become void: else each caller that brings a new one would have to wake this thread.
+        // If the last sleep was set to end earlier than `until`, this one ends then too, although nothing may be due. A caller that
+        // adds a deadline after that time need not wake this thread.
         if (thread_alarm_ > monotonic_now()) until = std::min(until, thread_alarm_);
         thread_alarm_ = until;
       }
@@ -74,13 +75,13 @@ bool EventLoop::progress_until(std::unique_lock<std::mutex>& lock, Nanos until) 
   shared_.set_caller_waits(true);
   try {
     poller_.mask();
-    Nanos next = 0;
+    Nanos next = 0;  // what the last round returned; 0 too while no round has handled what the last sleep brought
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
       next = round();
       if (shared_.has_news() || !sleep(lock, std::min(next, until), Poller::Sleeper::Caller)) break;
       next = 0;
     }
-    if (next == 0 && !shared_.is_shut()) next = round();  // handles the result of the last sleep
+    if (next == 0 && !shared_.is_shut()) next = round();
     hand_over(with_ucx(next));
     poller_.unmask();
   } catch (const std::exception& error) {
@@ -92,13 +93,13 @@ bool EventLoop::progress_until(std::unique_lock<std::mutex>& lock, Nanos until) 
   return true;
 }
 
-// A caller leaves the loop while something is due at `next` (0: now). The IO thread takes over, also for the end of the endpoint,
-// whose wake this caller may have consumed.
+// A caller leaves the loop, and something is due at `next` (0: now). Wakes the IO thread if it would sleep longer than that, or if
+// the endpoint was shut: this caller may have consumed the wake of shut().
 void EventLoop::hand_over(Nanos next) {
   if (next < thread_sleeps_until_ || shared_.is_shut()) shared_.wake();
 }
 
-// The caller inside progress_until() may sleep while another thread's round brings the event that it waits for.
+// Wakes the caller inside progress_until() if it has news: another thread's round may have brought them while that caller slept.
 void EventLoop::tell_caller() {
   if (has_caller_ && shared_.has_news()) shared_.wake();
 }

@@ -6,7 +6,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // in addition to our own notifications
+constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // of one connection, beside what its queued notifications may take
 
 }  // namespace
 
@@ -120,7 +120,8 @@ void EventLoop::flush_touched() {
   }
 }
 
-// Blocks without a following frame are not the last of their transfer.
+// A corked connection waits for a frame that would go out with the end of its payload, usually the verdict. No such frame came in
+// this round, so the transfer has more blocks to come, and the kernel must not hold these back.
 void EventLoop::uncork() {
   for (const Key key : std::exchange(corked_, {})) {
     if (const auto found = connections_.find(key); found != connections_.end()) found->second->uncork();

@@ -10,10 +10,10 @@
 namespace kvxfer {
 namespace {
 
-constexpr int kAcceptsARound = 64;
+constexpr int kAcceptsARound = 64;                 // more connections of a listener wait for the next round
 constexpr Nanos kLinger = 500 * kMillisecond;
-constexpr Nanos kDialMin = 500 * kMillisecond;  // hardly a round trip takes longer
-constexpr Nanos kAcceptRest = 100 * kMillisecond;
+constexpr Nanos kDialMin = 500 * kMillisecond;     // hardly a round trip takes longer
+constexpr Nanos kAcceptRest = 100 * kMillisecond;  // without free descriptors or memory a listener would be ready in every round
 
 Bytes32 random_nonce() {
   Bytes32 nonce;

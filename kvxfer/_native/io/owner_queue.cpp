@@ -7,10 +7,10 @@
 namespace kvxfer {
 namespace {
 
-constexpr Nanos kProgressPeriod = 5 * kMillisecond;
-constexpr size_t kNotificationEventBytes = 1024;  // so that empty notifications are bounded too
-constexpr size_t kOffersMax = 65536;
-constexpr size_t kRefusalsMax = 1024;             // any peer can cause them; they are counted elsewhere
+constexpr Nanos kProgressPeriod = 5 * kMillisecond;   // progress alone is signalled at most once in it
+constexpr size_t kNotificationEventBytes = 1024;      // the charge beside the payload: it bounds empty notifications too
+constexpr size_t kOffersMax = 65536;                  // OfferEnded events in the queue
+constexpr size_t kRefusalsMax = 1024;                 // SessionRefused events: any peer can cause them; the statistics count all
 
 }  // namespace
 
@@ -21,7 +21,7 @@ OwnerQueue::OwnerQueue() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
 bool OwnerQueue::push(OwnerEvent event, Nanos now) {
   const auto* progress = std::get_if<TransferProgress>(&event);
   const bool is_progress = progress != nullptr;
-  if (is_progress) {
+  if (is_progress) {  // a newer progress of one transfer takes the place of the older one
     const auto [at, is_new] = progress_.emplace(progress->id, events_.size());
     if (is_new) {
       events_.push_back(std::move(event));
@@ -36,7 +36,7 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
     events_.push_back(std::move(event));
   }
   if (is_signalled_) return false;
-  if (is_progress) {
+  if (is_progress) {  // the event loop signals it at due(), if no other event has been signalled before
     due_ = std::min(due_, now + kProgressPeriod);
     return false;
   }
@@ -45,7 +45,7 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
   return is_signalled_ = true;
 }
 
-// Half of them at once, so that the cost per event is small.
+// Drops the older half of the ended offers at once: one pass over the queue then pays for many events.
 void OwnerQueue::drop_offers() {
   size_t drop = kOffersMax / 2, kept = 0;
   offers_ -= drop;
@@ -73,12 +73,12 @@ void OwnerQueue::signal() { ::eventfd_write(fd_.get(), 1); }
 std::vector<OwnerEvent> OwnerQueue::take() {
   eventfd_t written;
   if (signals_owed_ != 0 && ::eventfd_read(fd_.get(), &written) == 0) signals_owed_ -= written;
-  if (!outrun_.empty()) {
-    const auto is_outrun = [this](const OwnerEvent& event) {
+  if (!outrun_.empty()) {  // progress of transfers that are final now
+    const auto is_stale = [this](const OwnerEvent& event) {
       const auto* progress = std::get_if<TransferProgress>(&event);
       return progress != nullptr && outrun_.count(progress->id) != 0;
     };
-    events_.erase(std::remove_if(events_.begin(), events_.end(), is_outrun), events_.end());
+    events_.erase(std::remove_if(events_.begin(), events_.end(), is_stale), events_.end());
     outrun_.clear();
   }
   progress_.clear();

@@ -24,6 +24,8 @@ void Poller::remove(int fd) {
   if (!is_removed) throw Error(Code::internal, errno_text("epoll_ctl"));
 }
 
+// The sockets are in `epoll_`, and `thread_epoll_` holds `epoll_` and the eventfd. So one epoll_ctl() masks all sockets for the IO
+// thread, and a caller that waits on `epoll_` still sees them. If the kernel refuses, `thread_epoll_` stays empty.
 void Poller::make_thread_epoll() {
   Fd made(::epoll_create1(EPOLL_CLOEXEC));
   if (!made) return;
@@ -44,6 +46,7 @@ int Poller::wait(epoll_event* events, int size, Nanos until, Sleeper sleeper) co
   const Nanos left = until == kNever ? 0 : until - monotonic_now();
   const int timeout_ms = until == kNever ? kForEver : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, kLongest));
   if (sleeper == Sleeper::Caller || !thread_epoll_) return ::epoll_wait(epoll_.get(), events, size, timeout_ms);
+  // `thread_epoll_` reports only that `epoll_` or the eventfd is ready. `epoll_` has the eventfd too, and names those that are ready.
   const int ready = ::epoll_wait(thread_epoll_.get(), events, size, timeout_ms);
   return ready > 0 ? look(events, size) : ready;
 }

@@ -5,8 +5,8 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kSliceBytes = 4 << 20;       // between two checks that the blocks are still held
-constexpr size_t kSliceBytesMin = 512 << 10;  // with many reads: they take turns, and a call costs little in comparison
+constexpr size_t kSliceBytes = 4 << 20;       // one job's portion: after it the endpoint is asked again whether the read holds its blocks
+constexpr size_t kSliceBytesMin = 512 << 10;  // the portion if many jobs share kSliceBytes: a smaller one would cost more in calls
 
 }  // namespace
 
@@ -44,6 +44,7 @@ bool Reads::is_in_flight() const {
          std::any_of(stopped_.begin(), stopped_.end(), [&](const Stopped& stopped) { return is_flying(stopped.job); });
 }
 
+// Leaks all jobs on purpose: a read in flight may still write to the memory that its job owns.
 void Reads::keep() {
   new auto(std::move(jobs_));
   new auto(std::move(stopped_));
@@ -77,9 +78,9 @@ void Reads::count(Lane lane, size_t bytes, const ReadJob::Effort& effort) {
 bool Reads::work(size_t budget) {
   has_new_ = false;
   settle_stopped();
-  size_t idle = 0;  // reads in a row without progress
+  size_t idle = 0;  // jobs in a row that read nothing: once that is all of them, only UCX can bring more bytes
   while (budget != 0 && idle < jobs_.size()) {
-    ReadJob* const job = jobs_.front().get();  // it stays there even if something throws: it may be in flight
+    ReadJob* const job = jobs_.front().get();  // it stays in `jobs_` if a call throws: a job in flight must not be destroyed
     if (!shared_.may_land(job->session(), job->id(), job->token())) {
       stop(take_first(), Code::cancelled, "the transfer is over");
       continue;

@@ -14,16 +14,17 @@ Fd dial_tcp(const std::string& host, uint16_t port);
 Fd dial_unix(const std::string& path);
 int connect_error(int fd);  // 0: connected
 
-// Both ends are on this host.
+// Whether both ends are on this host.
 bool is_local(int fd);
-// No delay; and flushes the bytes that MSG_MORE held back.
+// Turns TCP_NODELAY on, which also makes the kernel send the bytes that MSG_MORE held back.
 void send_at_once(int fd);
 // For a socket between two processes of one host: with the kernel's default size the sender waits for the reader too often.
 void enlarge_send_buffer(int fd);
-// No delay, keepalive; and on loopback a large send buffer. Windows and congestion control are the kernel's.
+// Turns TCP_NODELAY and keepalive on, and enlarges the send buffer of a local connection. The kernel decides about windows and
+// congestion control.
 void tune_tcp(int fd);
 
-// The user on the other end of a Unix socket is ours.
+// Whether the process on the other end of a Unix socket runs as the same user.
 bool is_same_user(int fd);
 
 }  // namespace kvxfer

@@ -35,7 +35,7 @@ void copy_runs(const Run* runs, size_t count, Stores stores);
 struct CopyThreads {
   unsigned always = 1, most = 1;
 
-  // The default: always one up to 7 processors, then one for every four, at most four; up to four on idle processors.
+  // The default. `always`: a quarter of the processors, at least 1 and at most 4. `most`: 4.
   static CopyThreads of_host();
 };
 
@@ -69,7 +69,7 @@ class Copier {
     const Call call;
     const void* const context;  // the caller's, which ends once all parts are done
     const size_t parts;
-    std::atomic<size_t> seats;  // helpers that may still take part
+    std::atomic<size_t> seats;  // how many more helpers may take parts of this work
     std::atomic<size_t> next{0}, done{0};
   };
   void share(size_t threads, size_t parts, Call call, const void* context);
@@ -77,15 +77,15 @@ class Copier {
   void help();
 
   CopyThreads threads_;
-  unsigned now_;                      // as of the last check of the processors
+  unsigned now_;                      // how many threads copy, as of the last check of the processors
   const cpu_set_t processors_;
   Nanos looked_at_ = 0;
-  std::atomic<int> awake_{0};         // helpers, which run the parts by themselves
+  std::atomic<int> awake_{0};         // helpers that do not sleep: the kernel counts each as runnable
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable has_work_;
-  std::shared_ptr<Work> work_;        // the newest
-  std::atomic<uint64_t> round_{0};    // how many there were
+  std::shared_ptr<Work> work_;        // the newest; a helper that missed an older one does not need it
+  std::atomic<uint64_t> round_{0};    // counts the works: a helper that sees a new number has new work
   bool is_over_ = false;
 };
 

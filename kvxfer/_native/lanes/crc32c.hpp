@@ -7,8 +7,8 @@
 
 namespace kvxfer {
 
-// Of `size` bytes, continuing from `value`, the CRC of the bytes before: crc(a + b) == crc(b, crc(a)). `ahead`: the next bytes, as
-// many, to prefetch meanwhile; null: none.
+// The CRC of `size` bytes. `value` is the CRC of the bytes before them: crc(a + b) == crc(b, crc(a)). `ahead` points to the next
+// `size` bytes, which are prefetched meanwhile; null: none.
 uint32_t crc32c(const void* data, size_t size, uint32_t value = 0, const void* ahead = nullptr);
 
 struct Crc32cMethod {

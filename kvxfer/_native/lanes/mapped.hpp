@@ -3,8 +3,8 @@
 // Nothing is trusted of a peer's descriptor: it must carry the seals that fix its size and protect its contents (see region.hpp),
 // be as large as it claims, and hold every segment that it claims.
 //
-// The first touch of a mapped page costs a fault, as much as copying the page. Idle time is used to take those faults ahead, only
-// for pages that the source has filled: touching others would allocate them.
+// The first touch of a mapped page costs a page fault, which takes as long as copying the page. prefault() takes those faults in
+// idle time. It touches only pages that the source has filled, because touching another page would allocate it.
 #pragma once
 
 #include "copy.hpp"

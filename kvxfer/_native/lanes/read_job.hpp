@@ -19,8 +19,8 @@ namespace kvxfer {
 class ReadJob;
 class RemoteMemory;
 
-// The source side of one read: the address space layout of its blocks or elements, and their memory: one object for a pool, one per
-// region for ranges.
+// The source side of one read: where its blocks or elements lie, and the memory that has them. A pool is one RemoteMemory; of
+// ranges, each region is one.
 struct RemotePlace {
   Layout layout;
   std::vector<std::shared_ptr<const RemoteMemory>> memories;
@@ -78,9 +78,9 @@ class ReadJob {
 
   // Its work since the last call.
   struct Effort {
-    uint64_t runs = 0;          // stretches of memory, neighbours being one; of `ucx`: gets
-    uint64_t calls = 0;         // `cma`
-    size_t in_flight_most = 0;  // gets
+    uint64_t runs = 0;          // contiguous byte ranges that were copied; of `ucx`: gets
+    uint64_t calls = 0;         // system calls, of `cma` only
+    size_t in_flight_most = 0;  // gets in flight at once, of `ucx` only
   };
   Effort take_effort() { return std::exchange(effort_, {}); }
 

@@ -23,7 +23,8 @@ bool names_tcp(const std::string& tls) {
   return false;
 }
 
-// Collects `name/device` from the end of each line about a resource. UCP has no other query.
+// The transports that UCX found, by the text that UCX prints about its context, because UCP has no query for them. A line about one
+// contains " resource " and ends with `name/device`, such as `rc_mlx5/mlx5_0:1`.
 std::vector<std::string> list_transports(const ucp::UcxLibrary& ucx, ucp::Context* context) {
   char* text = nullptr;
   size_t size = 0;
@@ -57,7 +58,8 @@ UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.l
   const char* const environment = std::getenv("UCX_TLS");
   const std::string tls = !options.tls.empty() ? options.tls : environment != nullptr ? environment : "^tcp";
   if (const ucp::Status s = ucx.config_modify(config, "TLS", tls.c_str()); s != ucp::kOk) quiet.fail(ucx, "UCX rejects the transports " + tls, s);
-  if (!names_tcp(tls)) set_default(ucx, config, "PROTO_EMULATION_ENABLE", "n");
+  if (!names_tcp(tls)) set_default(ucx, config, "PROTO_EMULATION_ENABLE", "n");  // tcp has only emulated gets
+  // These three allow an endpoint on one host in peer error mode: see docs/ucx.md.
   set_default(ucx, config, "RNDV_THRESH", "inf");
   set_default(ucx, config, "POSIX_ERROR_HANDLING", "y");
   set_default(ucx, config, "SYSV_ERROR_HANDLING", "y");

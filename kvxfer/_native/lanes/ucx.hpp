@@ -1,9 +1,12 @@
 // UCX as one agent uses it: a loaded libucp, one context, and our own memory registered with it. Any thread may register
 // memory; the worker that moves bytes (ucx_worker.hpp) is the IO thread's alone.
-// The context has the features RMA and WAKEUP and nothing else. It sets, unless the operator's environment does (UCX_<NAME>): TLS,
-// every transport but tcp, because any process that reaches UCX's tcp port can read and write this process; and
-// PROTO_EMULATION_ENABLE=n, because an emulated get is slower than our own `stream`, unless tcp is named, which needs it.
-// RNDV_THRESH=inf and {POSIX,SYSV}_ERROR_HANDLING=y allow an endpoint on one host to be made in peer error mode: see docs/ucx.md.
+//
+// The context has only the features RMA and WAKEUP. It sets some of UCX's options, unless the operator's environment has them
+// (UCX_<NAME>):
+//   TLS                        every transport but tcp: a process that reaches UCX's tcp port can read and write this process
+//   PROTO_EMULATION_ENABLE=n   an emulated get is slower than our own `stream`; not set if TLS names tcp, which has no other get
+//   RNDV_THRESH=inf, {POSIX,SYSV}_ERROR_HANDLING=y
+//                              an endpoint on one host can be made in peer error mode: see docs/ucx.md
 #pragma once
 
 #include <unistd.h>
@@ -18,7 +21,7 @@ namespace kvxfer {
 
 struct UcxOptions {
   std::string library_path;  // of libucp.so.0; empty: no UCX in this process, nothing is loaded
-  std::string tls;           // UCX_TLS of our context; empty: UCX_TLS where it is set, else every transport but tcp
+  std::string tls;           // the transports of our context; empty: the environment's UCX_TLS, or every transport but tcp
 };
 
 class UcxContext;
@@ -66,8 +69,8 @@ class UcxContext : public std::enable_shared_from_this<UcxContext> {
   bool has_rdma() const;
   bool has_cuda() const { return has_cuda_; }
 
-  // Any thread; pins the memory if a transport needs that, which takes time. `is_readable`: by peers. `is_device`: known to be
-  // device memory; UCX finds out by itself, and refuses device memory that it takes for host memory. Throws Error(no_lane).
+  // From any thread. Pins the memory if a transport needs that, which takes time. `is_readable`: peers may read it. `is_device`: it
+  // is device memory. UCX detects the kind of memory itself. Throws Error(no_lane), also if UCX takes device memory for host memory.
   std::shared_ptr<UcxMemory> add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device = false);
 
  private:

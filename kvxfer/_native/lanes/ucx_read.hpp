@@ -1,21 +1,21 @@
 // The reader's side of the `ucx` lane: the memory that a peer's MAPs gave, and one read out of it.
 //
-// Runs that touch on both sides become one get. Gets are posted up to a bound in flight per peer, in count and bytes, which the
-// reads in progress share evenly: a transfer that ends is drained soon, and none waits for another. After the last get comes one
-// flush; a read is done when that has completed.
+// Runs that touch on both sides become one get. The number and the bytes of the gets in flight to one peer are bounded, and the
+// reads in progress share these bounds evenly. So a read that ends drains soon, and no read waits for another. After its last get a
+// read posts one flush; the read is done when the flush has completed.
 #pragma once
 
 #include "ucx_worker.hpp"
 
 namespace kvxfer {
 
-// The worker at the other end of a session. Connected at the first read; after a failure, again after a pause.
+// The UCX worker at the other end of a session. The first read connects to it; after a failure, the first read after a pause does.
 class UcxPeer {
  public:
   UcxPeer(UcxWorker& worker, std::string address) : worker_(worker), address_(std::move(address)) {}
   UcxPeer(const UcxPeer&) = delete;
   UcxPeer& operator=(const UcxPeer&) = delete;
-  // The session has ended: gets in flight are awaited only as long as closing takes.
+  // The session has ended: closes the endpoint, which cancels the gets in flight.
   ~UcxPeer();
 
   UcxWorker& worker() const { return worker_; }
@@ -72,9 +72,10 @@ class UcxRead final : public ReadJob {
   BlockWalk::Span from_span_, to_span_;  // taken from the walks, not yet posted
   const UcxKey* key_ = nullptr;          // the last used
   const UcxMemory* memory_ = nullptr;
-  std::string refusal_;                  // set by us: this lane cannot do this read
-  bool is_posting_ = true;
-  uint64_t told_ = 0, checked_ = 0;
+  std::string refusal_;                  // why this lane cannot do this read, as this class found; empty: it can
+  bool is_posting_ = true;               // gets are still to be posted
+  uint64_t told_ = 0;                    // bytes landed, as of the last read()
+  uint64_t checked_ = 0;                 // bytes that read() has returned: landed and, with checksums, verified
 };
 
 }  // namespace kvxfer

@@ -1,9 +1,9 @@
 // The UCX worker of an agent: endpoints towards peers, and the gets in flight on them. Only the IO thread touches it, and
 // its event descriptor waits in that thread's epoll.
 //
-// An endpoint belongs to the memory of a session's MAPs. When the last of that goes, the endpoint is closed by force, and its gets
-// in flight complete as cancelled once UCX has flushed or destroyed the transport's own endpoints: nothing can land after that. A
-// get cannot be recalled, so its maker waits for its completion; the callbacks keep alive the objects that they need.
+// The memory of a session's MAPs owns the endpoint. When the last of that memory goes, the endpoint is closed by force. Its gets in
+// flight complete as cancelled once UCX has flushed or destroyed the transport's own endpoints: nothing can land after that. A get
+// cannot be recalled, so the read that posted it waits for its completion; the callbacks keep the objects alive that they need.
 #pragma once
 
 #include <set>
@@ -30,7 +30,7 @@ class UcxEndpoint {
   void close();
 
   size_t readers = 0;       // reads with gets still to post: they share the bound in flight
-  bool has_worked = false;  // some bytes came by it
+  bool has_worked = false;  // a get has completed on it
 
  private:
   friend class UcxWorker;
@@ -100,7 +100,7 @@ class UcxWorker {
   explicit UcxWorker(std::shared_ptr<UcxContext> context);
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
-  // Everything that it opened must be gone before. Waits for gets in flight, up to a bound.
+  // Every endpoint and key of this worker must have been destroyed. Waits for gets in flight, up to a bound.
   ~UcxWorker();
 
   UcxContext& context() const { return *context_; }
@@ -109,9 +109,10 @@ class UcxWorker {
   // --- the loop of the IO thread ---
   int fd() const { return fd_; }        // readable: call woken()
   void woken() { is_armed_ = false; }
-  bool is_armed() const { return is_armed_; }  // if not, there may be work, also of a peer, that the descriptor does not signal
+  bool is_armed() const { return is_armed_; }  // false: new work, also a peer's, may come without a signal of the descriptor
   void progress();                      // each round; returns at once if there is nothing to do
-  // Called before the thread sleeps. False: there is more to do at once; true: the descriptor or wake_by() wakes.
+  // Call it before the thread sleeps. False: there is more to do at once. True: the thread may sleep until the descriptor is
+  // readable or it is wake_by().
   bool may_sleep();
   Nanos wake_by() const;
 
@@ -122,7 +123,7 @@ class UcxWorker {
   // --- reader ---
   // Throws Error(no_lane), always with the reason.
   std::shared_ptr<RemoteMemory> open(SessionId session, const Map& map);
-  // One turn; false if nothing was done.
+  // Makes UCX progress once; false if it had nothing to do.
   bool progress_once();
 
  private:

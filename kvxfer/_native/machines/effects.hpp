@@ -39,7 +39,7 @@ struct SendData {
   std::vector<uint32_t> checksums;
   uint64_t serial = 0;  // of its grant: a peer may reuse the id for a later grant, once this one is forgotten
 };
-// Read the peer's `from` into own `to`, which has as many bytes element by element; answer with Endpoint::read_landed or
+// Read the peer's `from` into own `to`; each element of `to` is as long as that of `from`. Answer with Endpoint::read_landed or
 // read_stopped. `checksums`, if not empty: CRC-32Cs that the blocks must have, else read_stopped(checksum).
 // read_stopped(memory_gone): memory of the peer, or of this agent, is unmapped, and a retry will find it so.
 struct ReadBlocks {

@@ -94,13 +94,15 @@ class Endpoint {
   // --- what the directory says ---
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
-  // From now on an unregistered peer may open a session if it proves this key, which our metadata contains: a bearer peer. The
-  // endpoint reaches it only over sessions that it opened, and forgets it (peer_dead) after the last one: at once, or, while it
-  // reads or writes, when it would itself have given this agent up. Our own posts to it end with its last session. Registered
-  // peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
+  // From now on an unregistered peer may open a session if it proves this key, which our metadata contains: a bearer peer.
+  // Registered peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
+  // The endpoint reaches a bearer peer only over sessions that the peer opened. Our own posts to it end with its last session. After
+  // that session the endpoint forgets the peer (peer_dead). It waits with that while a transfer of the peer could continue on a new
+  // session: as long as the peer itself would try to reconnect.
   // A bearer peer can use any name. So on a session opened with this key, PULL and RELEASE reach only grants of regions that a
-  // FETCH or an own push made for that very name, and our operations and notifications for a registered peer never use it: for those
-  // we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH came by.
+  // FETCH or an own push made for that very name. Our operations and notifications for a registered peer never use such a session:
+  // for those we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH
+  // came by.
   void accept_bearer_key(const Bytes32& key);
   // From now on an unregistered peer may open a session if it proves the session_key of both incarnations, derived from
   // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
@@ -204,11 +206,11 @@ class Endpoint {
     Nanos probed_at = 0;                           // after idleness, and nothing was heard since; 0: it was not
     bool is_suspect = false;                       // the probe was not answered in time
     std::set<TransferId> operations;               // attached
-    std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
+    std::set<std::pair<uint32_t, Lane>> maps;      // the peer's pools and regions that its MAPs let us read, by lane
     bool is_by_bearer_key = false;                 // the peer claims its name and does not prove it
-    UnackedEnds unacked_ends{};                    // sent over it
+    UnackedEnds unacked_ends{};                    // RELEASE and REVOKE that were sent over it
     Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
-    uint64_t refusals = 0;                         // of what it asked for
+    uint64_t refusals = 0;                         // requests of the peer that were refused
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
   struct OfferCharge {
@@ -305,16 +307,17 @@ class Endpoint {
   Sessions sessions_;
   SessionId next_session_ = 1;
   std::map<AgentRef, std::vector<SessionId>> up_;  // oldest first
-  std::set<SessionId> watched_;                    // opening, or with operations attached: those whose silence says something
-  size_t unproven_ = 0;                            // accepted
+  std::set<SessionId> watched_;                    // sessions that time limits apply to: opening, or with operations attached
+  size_t unproven_ = 0;                            // accepted sessions whose peer has not proved itself
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
   std::map<AgentRef, UnackedEnds> unsent_ends_;  // to be sent when a session is up
 
   Operations operations_;
-  std::set<std::pair<Nanos, TransferId>> wakes_;  // Operation::woken_at of those in operations_
+  std::set<std::pair<Nanos, TransferId>> wakes_;  // by time: when each of operations_ gets its next tick() (Operation::woken_at)
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
 
+  // A push that a peer asked for is an offer here.
   PeerQuota offers_;
   std::map<TransferId, OfferCharge> offer_charges_;  // live
   std::set<TransferId> offers_draining_;           // final, and a read may still land

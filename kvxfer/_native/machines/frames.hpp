@@ -43,8 +43,8 @@ struct Hello {
   Bytes32 nonce{};  // the sender's; zero in Prove
   Bytes32 mac{};    // zero in Dial
 };
-// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on. Count 0: the reader has no
-// blocks yet; it only asks whether the grant exists.
+// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on. A grant is a list of blocks; a
+// position counts from 0 in that list. Count 0: the reader has no blocks yet; it only asks whether the grant exists.
 struct Pull {
   TransferId id;
   uint32_t attempt = 0;
@@ -64,7 +64,8 @@ struct WireList {
   std::vector<uint32_t> indices;
   size_t bytes() const { return rows.size() * kRangeBytes + indices.size() * 4; }  // on the wire, at most kListBytesMax
 };
-// If a table's list names only some of its elements, only their rows are sent. Throws Error(limit_exceeded) past kListBytesMax.
+// Of ranges that have one element each (Ranges::is_table), only those that the list names are sent. Throws Error(limit_exceeded)
+// past kListBytesMax.
 WireList to_wire(const ElementList& list);
 size_t wire_bytes(const ElementList& list);  // throws as to_wire
 // The number of elements in a list that a peer sent, before it is built. Throws Error(invalid_argument) past kUnindexedMax.
@@ -202,8 +203,8 @@ struct Queued {
   uint32_t attempt = 0;
   bool is_known = false;  // the source's engine has accepted that prompt
   uint32_t position = kPositionUnknown;  // how many prompts were accepted before it and have no grant yet
-  bool has_work = false;  // as its engine last reported
-  uint32_t age_ms = 0;    // since then
+  bool has_work = false;  // what the source's engine reported with its last heartbeat
+  uint32_t age_ms = 0;    // the time since that heartbeat
 };
 
 // The order is the kind on the wire, from 1.

@@ -15,9 +15,9 @@
 // whether another follows. If one follows, DONE no_lane ends only the turn. After a verdict ok the destination may have committed:
 // then the initiator asks it by the remaining lanes, and if none is left, the outcome is unknown.
 //
-// The grant ends before the push does, whatever ends the push: a later confirm finds the grant ended. So a push that was cancelled
-// or failed here never commits there, unless a verdict ok was given before. If the destination neither pulls nor reports an end,
-// the end of the grant's lifetime ends the push. The grant holds the claim on the elements; once it has ended, no send may read
+// The grant ends before the push does, whatever ends the push: a later CONFIRM finds the grant ended. So a push that was cancelled
+// or failed here never commits there, unless this agent has sent a VERDICT ok before. If the destination neither pulls nor reports an
+// end, the end of the grant's lifetime ends the push. The grant holds the claim on the elements; once it has ended, no send may read
 // another byte of them.
 #pragma once
 
@@ -56,9 +56,9 @@ class PushOperation final : public Operation {
     landed_ = landed;
     progressed();
   }
-  bool leans_on(uint32_t region) const;
+  bool leans_on(uint32_t region) const;  // whether an own element lies in that region
   const std::optional<std::string>& own_notification() const { return spec_.own_notification; }
-  // The push ended here, and the destination may not know that.
+  // For a push that has ended here: whether the destination may still be reading, because it has not reported an end.
   bool may_be_read() const { return asked_ != 0 && !is_told_ && state_ != TransferState::Committed; }
 
  protected:
@@ -82,7 +82,7 @@ class PushOperation final : public Operation {
   std::unique_ptr<MemoryClaim> claim_;  // until there is a grant
   std::vector<const char*> obstacles_;  // for each lane: why it cannot be read by it, or null
   bool has_grant_ = false;
-  bool is_told_ = false;  // the destination reported that it failed there
+  bool is_told_ = false;  // the destination has reported that its transfer failed: it needs no REVOKE
   Nanos grant_end_ = kNever;
   uint32_t asked_ = 0, checked_ = 0, landed_ = 0;
   Nanos first_asked_at_ = 0;

@@ -5,13 +5,14 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint64_t kEndMax = 1ull << 63;
+constexpr uint64_t kEndMax = 1ull << 63;  // where a range may end at most
 
 [[noreturn]] void refuse(size_t row, const char* why) {
   throw Error(Code::invalid_argument, "range " + std::to_string(row) + " " + why);
 }
 
-// The lengths of a list's elements, in its order; row by row if the list is whole.
+// The lengths of a list's elements, in the list's order. If the list is whole, run() lets the caller skip the rest of a row, whose
+// elements all have one length.
 class LengthWalk {
  public:
   explicit LengthWalk(const ElementList& list) : list_(&list) {}
@@ -27,7 +28,7 @@ class LengthWalk {
     run_ = list_->is_whole ? end_ - element : 1;
     return length_;
   }
-  uint32_t run() const { return run_; }  // for how many elements from the last one on the length stays the same
+  uint32_t run() const { return run_; }  // how many elements, beginning with the last at(i), are known to have its length
 
  private:
   const ElementList* list_;
@@ -55,7 +56,7 @@ Ranges::Ranges(std::vector<StridedRange> rows) : rows_(std::move(rows)) {
   }
   if (count > UINT32_MAX) throw Error(Code::invalid_argument, "a list of ranges has more elements than 2^32 - 1");
   count_ = static_cast<uint32_t>(count);
-  if (is_table_) return;
+  if (is_table_) return;  // each row is one element: row_of() needs no search
   firsts_.reserve(rows_.size());
   uint32_t first = 0;
   for (const StridedRange& range : rows_) {

@@ -7,7 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr Nanos kRenewGapMin = 10 * kMillisecond;
-constexpr size_t kAskedMax = 16;
+constexpr size_t kAskedMax = 16;    // nonces of questions for a verdict, of which one may still be answered
 constexpr uint32_t kReasksMax = 4;  // a source that never knows the question would make us ask for ever
 
 Operation::Route route_of(const TransferSpec& spec) { return {spec.id, spec.source, spec.lanes, spec.deadline, spec.is_offered}; }
@@ -76,8 +76,9 @@ uint64_t Transfer::draw_nonce() {
 void Transfer::on_session(Nanos now, Effects& out) {
   if (done_ == total()) {
     move(TransferEvent::SessionUpLanded);
-    // The elements were read before the source said that it knows the fetch, and FETCH may have been lost. A source that sends must
-    // send something for that.
+    // All elements landed before the source said that it knows the fetch, and FETCH may have been lost. It is sent again, so that the
+    // source can confirm. On a one-sided lane the source only registers the fetch. On the others the source sends what FETCH names,
+    // which is at least one element: the last.
     if (is_fetch() && !is_granted_) ask(is_one_sided(lane()) ? 0 : total() - 1, now, out);
     return ask_verdict(false, now, out);
   }
@@ -87,7 +88,8 @@ void Transfer::on_session(Nanos now, Effects& out) {
   ask(done_, now, out);
 }
 
-// Begins a new attempt: asks for the blocks that have not landed.
+// Begins a new attempt: asks the source for the positions from `first` on. What the source announced to earlier attempts is dropped,
+// because it announces everything again.
 void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   ++attempt_;
   attempt_nonce_ = draw_nonce();
@@ -130,7 +132,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   if (uint64_t{spec_.first} + total() > ready.total) {
     return fail(Code::refused, "the grant has " + std::to_string(ready.total) + " blocks, fewer than were asked for", now, out);
   }
-  if (!into_->has_memory()) silences_ = 0;  // the grant exists, and nothing more was asked
+  if (!into_->has_memory()) silences_ = 0;  // a pull without blocks asked only whether the grant exists: this is the whole answer
   const bool is_news = state_ == TransferState::Waiting && (!into_->has_memory() || (spec_.tells_granted && !is_granted_));
   move(into_->has_memory() ? TransferEvent::Heard : TransferEvent::Granted);
   const Nanos left = Nanos{ready.ttl_ms} * kMillisecond;
@@ -283,6 +285,8 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   read_on(now, out);
 }
 
+// A peer's push tries its lanes in turns (push.hpp). A new turn waits for the read in progress, because that read fills the same
+// blocks.
 void Transfer::take_turn(uint8_t turn, std::optional<Lane> lane, bool is_last, Nanos now, Effects& out) {
   if (is_final(state_)) return;
   spec_.turn = turn;
@@ -305,7 +309,7 @@ void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
   if (!is_offered()) return Operation::next_lane(why, now, out);
   note_lane(why);
   if (spec_.is_last) return fail(Code::no_lane, why, now, out);
-  if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // otherwise, when it is asked again
+  if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // without a session: when the peer repeats its PUSH
   leave_lane(now, out);
   has_lane_ = false;
   dial_at_ = kNever;
@@ -319,7 +323,8 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   if (code == Code::checksum) return fail(code, text, now, out);
   if (has_turn_) return change_turn(now, out);
   if (code == Code::memory_gone && !is_one_sided(lane())) return fail(code, text, now, out);
-  if (code == Code::memory_gone && session_ != 0) {  // otherwise the next session shows
+  // A REVOKE may be on its way, and the verdict comes after it (transfer.hpp). Without a session the next attempt finds out.
+  if (code == Code::memory_gone && session_ != 0) {
     gone_text_ = text;
     return ask_verdict(true, now, out);
   }
@@ -357,7 +362,8 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   if (state_ == TransferState::Confirming) end(TransferState::Committed, Code::ok, "", now, out);
 }
 
-// The source did not know the question, or is silent.
+// A read found memory gone, and the source has not ended the grant: its verdict is ok, or it does not answer. The next lane may read
+// what this one cannot.
 void Transfer::on_gone(Nanos now, Effects& out) {
   const std::string text = std::exchange(gone_text_, {});
   const bool has_next = is_offered() ? !spec_.is_last : lane_ + 1 < route_.lanes.size();
@@ -368,8 +374,8 @@ void Transfer::on_gone(Nanos now, Effects& out) {
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
   if (is_final(state_) || state_ == TransferState::Connecting || error.attempt != attempt_) return;
   if (error.code == Code::no_lane && reading_ == 0) return next_lane(printable(error.text), now, out);
-  const bool is_nonsense = error.code == Code::ok || error.code == Code::no_lane;  // an error about the current read
-  fail(is_nonsense ? Code::protocol : error.code, printable(error.text), now, out);
+  const bool is_violation = error.code == Code::ok || error.code == Code::no_lane;  // no ERROR carries ok; and a lane that reads exists
+  fail(is_violation ? Code::protocol : error.code, printable(error.text), now, out);
 }
 
 void Transfer::on_revoke(const Revoke& revoke, Nanos now, Effects& out) {

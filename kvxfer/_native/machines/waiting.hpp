@@ -1,5 +1,5 @@
-// Pulls that came before their grants: bounded in time and in count (in total and per peer). Each gets a QUEUED frame from time to
-// time.
+// Pulls that came before their grants: bounded in time and in count (in total and per peer). The grant table answers each with a
+// QUEUED frame at `tell_at`.
 #pragma once
 
 #include <map>
@@ -15,12 +15,12 @@ struct WaitingPull {
   SessionId session;
   AgentRef peer;
   Pull pull;
-  Nanos deadline;              // the reader's own
-  Nanos unasked_until = kNever;  // counts while the engine here does not know the prompt
+  Nanos deadline;                // the reader's limit on the wait
+  Nanos unasked_until = kNever;  // the pull is refused then, unless the engine here has accepted the prompt
   Nanos came_at = 0;
-  uint64_t rounds_before = 0;  // of the engine's intake, at its arrival
-  Nanos tell_at = 0;
-  Nanos away_until = 0;        // its session ended, and it is kept until then; the deadlines of a returning reader keep counting
+  uint64_t rounds_before = 0;    // Intake::rounds() when the pull came
+  Nanos tell_at = 0;             // when the next QUEUED is due
+  Nanos away_until = 0;          // not 0: its session has ended, and it is kept until then; the other limits do not change meanwhile
 
   bool is_away() const { return away_until != 0; }
 };

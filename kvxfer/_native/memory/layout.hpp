@@ -1,4 +1,4 @@
-// Where memory lies, and a walk over its bytes that sees through blocks, elements and neighbours.
+// Where blocks and elements lie in memory, and a walk over their bytes, in order, in contiguous spans that are as long as possible.
 //
 // A layout describes memory in one of two ways. As blocks: block b is the concatenation of its segments, segment s being
 // `length` bytes at `offset + b * stride`; that order goes over the wire, so two pools whose segments are cut differently
@@ -30,7 +30,7 @@ class Bases {
     return slot == kNoSlot ? nullptr : slots_[slot].base;
   }
   static constexpr size_t kNoSlot = ~size_t{0};
-  // Its place, below slot_count(), until another region is added; kNoSlot: not known.
+  // The index of a region's slot, below slot_count(); kNoSlot: not known. It may change when another region is added.
   size_t slot_of(uint32_t region) const {
     for (size_t i = hash(region) & mask_; !slots_.empty() && slots_[i].base != nullptr; i = (i + 1) & mask_) {
       if (slots_[i].region == region) return i;
@@ -97,10 +97,12 @@ class BlockWalk {
     }
     return span;
   }
+  // As take(), but stays where it is.
   Span peek(size_t max) const {
     BlockWalk walk = *this;
     return walk.take(max);
   }
+  // Goes past `bytes`. Throws Error(internal) at the end.
   void advance(size_t bytes) {
     while (bytes != 0) {
       if (at_ == count_) throw Error(Code::internal, "a walk past the last block");

@@ -19,7 +19,7 @@ std::vector<std::shared_ptr<const OwnRegion>> RegionTable::of(const Extent& exte
   uint32_t last = 0;
   for (uint32_t i = 0; i < extent.count; ++i) {
     const uint32_t region = rows[is_table ? extent[i] : extent.ranges->row_of(extent[i])].region;
-    if (has_last && region == last) continue;
+    if (has_last && region == last) continue;  // neighbours mostly lie in one region: no look-up for those
     const size_t slot = bases->slot_of(region);
     if (slot == Bases::kNoSlot) return {};
     if (!is_found[slot]) found.push_back(regions_[slot]);

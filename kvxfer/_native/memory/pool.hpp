@@ -23,13 +23,13 @@ struct Pool {
   uint64_t region_bytes = 0;
   std::shared_ptr<Region> region;  // null: memory that kvxfer did not allocate
   uint64_t serial = 0;             // never used twice, unlike the id
-  std::shared_ptr<UcxMemory> ucx;  // null: that lane neither reads nor fills it
+  std::shared_ptr<UcxMemory> ucx;  // null: the lane `ucx` neither reads nor fills this pool
   std::shared_ptr<cuda::Context> device;  // null: the host's memory
 };
 
 // A registered region of our own.
 struct OwnRegion {
-  static constexpr uint64_t kSerial = 1;  // every region's: its id never comes back
+  static constexpr uint64_t kSerial = 1;  // one serial for all regions: a region's id is never used twice
   RegionInfo info;
   uint8_t* base = nullptr;
   std::shared_ptr<Region> region;
@@ -52,7 +52,7 @@ struct RegionTable {
   std::shared_ptr<const Bases> bases;  // keeps no region alive
 
  private:
-  std::vector<std::shared_ptr<const OwnRegion>> regions_;  // as they stand in `bases`
+  std::vector<std::shared_ptr<const OwnRegion>> regions_;  // by the region's slot in `bases`
 };
 
 // Our memory that an extent names, and what keeps it alive while it is used. Whether it may be used is for the endpoint to say.
@@ -60,7 +60,7 @@ struct OwnMemory {
   std::shared_ptr<const Layout> layout;
   std::shared_ptr<const Pool> pool;            // if the extent names blocks
   std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names elements: those that they lie in
-  std::shared_ptr<cuda::Context> device;       // some of it lies there: only that driver may touch it
+  std::shared_ptr<cuda::Context> device;       // not null: some of it is device memory, which only this driver may touch
   bool is_exposed = false;                     // one-sided lanes may read it
   bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this object
   explicit operator bool() const { return layout != nullptr; }

@@ -33,7 +33,8 @@ std::string shmem_switch() {
   return begin == std::string::npos || end == std::string::npos ? "" : line.substr(begin + 1, end - begin - 1);
 }
 
-// A number of KiB or pages after `key`, in the part of the file that begins with `from`; 0 if there is none.
+// The number in the first line that begins with `key`, after the first line that begins with `from` (empty: in the whole file); 0 if
+// there is none. A kernel file such as /proc/meminfo gives KiB or pages.
 uint64_t find_number(const char* path, const std::string& from, const std::string& key) {
   std::ifstream file(path);
   bool is_inside = from.empty();
@@ -65,7 +66,7 @@ Region::Region(uint64_t bytes, bool populate, HugePages huge) : bytes_(bytes) {
   const bool is_wanted = huge == HugePages::Require || (huge == HugePages::Auto && bytes >= kHugeFrom);
   if (is_wanted && try_reserved(populate)) return;
   make(0, bytes, huge);
-  // Whether the kernel gives them on request shows only afterwards.
+  // The kernel accepts the request for huge pages in any case. Only the resident memory shows whether it gave them.
   if (populate || huge == HugePages::Require) make_resident();
   if (is_wanted) page_bytes_ = count_page_bytes();
   if (huge != HugePages::Require || page_bytes_ > kSmallPage) return;
@@ -96,7 +97,8 @@ bool Region::try_reserved(bool populate) {
 void Region::make(unsigned flags, uint64_t mapped, HugePages huge) {
   mapped_ = mapped;
   fd_ = Fd(::memfd_create("kvxfer region", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
-  if (!fd_) {  // a system call filter, the setting vm.memfd_noexec, a kernel without it: no memory is missing
+  if (!fd_) {
+    // A system call filter, the setting vm.memfd_noexec, or a kernel without memfd_create: more memory would not help.
     const bool is_forbidden = errno == EPERM || errno == EACCES || errno == ENOSYS;
     fail_errno(is_forbidden ? Code::no_lane : Code::limit_exceeded, "memfd_create");
   }
@@ -119,6 +121,7 @@ void Region::make_resident() {
   throw Error(Code::limit_exceeded, text);
 }
 
+// The size of a huge page if the kernel has mapped at least half of the region with huge ones, else that of a small one.
 uint64_t Region::count_page_bytes() const {
   const std::string consent = shmem_switch();
   if (consent.empty() || consent == "never" || consent == "deny") return kSmallPage;

@@ -1,9 +1,9 @@
-// A region: memory made by kvxfer, which a same-host reader can be given to look at and can never change.
+// A region: memory that kvxfer allocates, and that a reader on this host can map and read, but never change.
 //
 // It is a memfd that its owner maps read-write first and then seals: FUTURE_WRITE (no other process can map it writable),
 // SHRINK and GROW (a reader that checked the size once cannot be made to fault), SEAL (the seals stay). Where the host has
-// huge pages reserved, or gives them to shared memory on request, it is made of those: a copy of scattered blocks spends
-// much of its time on the translations of small ones.
+// huge pages reserved, or gives them to shared memory on request, the region uses those: with small pages a copy of
+// scattered blocks spends much of its time on address translations (TLB misses).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr uint64_t kSmallPage = 4096;
 
 // What a reader insists on before it maps a descriptor that a peer sent.
 int required_seals();
-// Of the pages that a memfd is made of; kSmallPage where no larger pages were reserved for it.
+// The size of the pages of a memfd; kSmallPage if no larger pages were reserved for it.
 uint64_t page_bytes(int fd);
 
 enum class HugePages : uint8_t {
@@ -37,7 +37,7 @@ class Region {
   uint8_t* address() const { return address_; }
   uint64_t bytes() const { return bytes_; }
   int fd() const { return fd_.get(); }
-  // Of most of its pages. Where the kernel gives huge ones on request, as it was once the region was populated.
+  // The size of most of its pages. If the kernel gives huge pages on request, this is what it had given when the region was populated.
   uint64_t page_bytes() const { return page_bytes_; }
 
  private:

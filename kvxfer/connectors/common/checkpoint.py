@@ -42,7 +42,7 @@ class ModelName:
 
 
 def unknown(why: str) -> str:
-    """A fingerprint of unknown weights, which equals none."""
+    """A fingerprint of unknown weights. It is unique, so it equals no other fingerprint."""
     return unknown_fingerprint(printable(why), secrets.token_bytes(UNKNOWN_NONCE_BYTES))
 
 
@@ -54,8 +54,8 @@ def printable(why: str) -> str:
 
 
 def weight_files(name: ModelName) -> list[str]:
-    """The weight files of the model, sorted: of a directory, or of the snapshot of the hub that its name means on this
-    host; nothing is fetched. Raises NotKnown, OSError."""
+    """The weight files of the model, sorted. They are those of a directory or, if the name is one of the hub's, of the
+    snapshot that this host's cache has; nothing is fetched. Raises NotKnown, OSError."""
     place = pathlib.Path(name.model).expanduser()
     if place.is_file():
         return [os.path.abspath(place)]
@@ -75,20 +75,20 @@ def directory_of(name: ModelName) -> pathlib.Path:
 
 
 def is_weight_file(path: pathlib.Path) -> bool:
-    """By its name."""
+    """Whether its name is that of a weight file."""
     return path.suffix.lower() in WEIGHT_SUFFIXES and path.name not in NOT_FOR_INFERENCE
 
 
 def fingerprint_of(
     files: Mapping[str, Stamp], cache: DigestCache, should_stop: Callable[[], bool] = lambda: False
 ) -> str:
-    """XXH3-128 over names, sizes and whole contents of weight files that have those stamps: 32 hex digits. Where they
-    lie does not count. Raises as :func:`~kvxfer.connectors.common.file_digests.digests_of`."""
+    """XXH3-128 over names, sizes and whole contents of weight files that have those stamps: 32 hex digits. Their
+    directory does not count. Raises as :func:`~kvxfer.connectors.common.file_digests.digests_of`."""
     digests = digests_of(files, XXH3, cache, should_stop)
-    return _over((os.path.basename(path), stamp.size, digests[path]) for path, stamp in sorted(files.items()))
+    return _digest_of((os.path.basename(path), stamp.size, digests[path]) for path, stamp in sorted(files.items()))
 
 
-def _over(rows: Iterable[tuple[str, int, str]]) -> str:
+def _digest_of(rows: Iterable[tuple[str, int, str]]) -> str:
     whole = xxhash.xxh3_128()
     for name, size, digest in rows:
         whole.update(f"{len(name.encode())} {name} {size} {digest}\n".encode())

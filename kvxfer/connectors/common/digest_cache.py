@@ -1,9 +1,9 @@
 """Digests of files that were read whole, cached for other processes of this user and this boot. Decides which entries
-are trusted; must never know what is digested how.
+are trusted; must never know the files or the digest algorithms.
 
-An entry is named by the state of its file (boot, device, inode, size, times), so that a changed file has none. One is
-written only of a file that was left alone for COARSE_NS before it was read: a younger one may change without its stamp
-changing. Where there is no directory that only this user can write, everything is kept in memory only.
+An entry's name is made of the state of its file (boot, device, inode, size, times), so a changed file has no entry. An
+entry is written only if the file was not written in the COARSE_NS before it was read: a younger file may change without
+its stamp changing. If there is no directory that only this user can write, entries are kept in memory only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRIES_MAX = 4096
 
 
 class DigestCache:
-    """Entries in ``directory``, which is made; ``None``: in memory only. From any thread."""
+    """Entries in ``directory``, which is created; ``None``: in memory only. From any thread."""
 
     def __init__(self, directory: pathlib.Path | None) -> None:
         self._boot = boot_id()
@@ -81,8 +81,8 @@ class DigestCache:
 
     @contextlib.contextmanager
     def turn(self, kind: str, stamp: Stamp, *, waits: bool) -> Iterator[bool]:
-        """Hold the lock for reading that file; yields ``False`` if another thread or process has it, with ``waits``
-        after LOCK_WAIT_S."""
+        """Hold the lock for reading that file. Yields whether this thread has it. If another thread or process has it,
+        this yields ``False``: at once or, with ``waits``, after LOCK_WAIT_S."""
         key = self._key(kind, stamp)
         end_s = time.monotonic() + (LOCK_WAIT_S if waits else 0.0)
         with contextlib.ExitStack() as held:
@@ -99,24 +99,24 @@ class DigestCache:
                 return False
             self._busy.add(key)
         if self._directory is None:
-            held.callback(self._end, key)
+            held.callback(self._release, key)
             return True
         try:
             file = os.open(self._path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:  # a directory that was writable once: without the others then
-            held.callback(self._end, key)
+        except OSError:  # the directory is no longer writable: other processes may read the file too
+            held.callback(self._release, key)
             return True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
-            self._end(key)
+            self._release(key)
             return False
-        held.callback(self._end, key)
+        held.callback(self._release, key)
         held.callback(os.close, file)
         return True
 
-    def _end(self, key: str) -> None:
+    def _release(self, key: str) -> None:
         with self._lock:
             self._busy.discard(key)
 

@@ -1,5 +1,5 @@
-"""Digests of whole files, each read once a host: by one of the processes that want it, while the others read other
-files or wait. Decides nothing about what the files are.
+"""Digests of whole files. Each file is read once on a host: by one of the processes that need its digest, while the
+others read other files or wait. Decides nothing about what the files are.
 
 Reading and digesting go on without the GIL, a MiB at a time.
 """
@@ -21,9 +21,9 @@ from kvxfer.connectors.common.stamps import Stamp, stamp_of, stamp_of_open
 CHUNK_BYTES = 1 << 20
 
 XXH3 = "xxh3-128"
-"""For what the operator put there: against mistakes, at memory speed."""
+"""For files of the operator: it detects mistakes, at memory speed, but no attack."""
 SHA256 = "sha-256"
-"""For what users bring: no two contents can be made that have one digest."""
+"""For files of users: an attacker cannot make two contents with one digest."""
 _KINDS: dict[str, Callable[[], Any]] = {XXH3: xxhash.xxh3_128, SHA256: hashlib.sha256}
 
 
@@ -33,7 +33,7 @@ class FileChanged(Exception):
 
 @functools.cache
 def shared_cache() -> DigestCache:
-    """This user's."""
+    """The cache that all processes of this user share."""
     return DigestCache(default_directory())
 
 
@@ -46,7 +46,7 @@ def digests_of(
     ``should_stop``.
     """
     found: dict[str, str] = {}
-    for waits in (False, True):  # first what no other process is at
+    for waits in (False, True):  # first the files that no other process is reading
         for path, stamp in files.items():
             if path in found:
                 continue
@@ -65,7 +65,7 @@ def digests_of(
 
 
 def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
-    """Of each of them now. Raises OSError."""
+    """The stamp of each file as it is now. Raises OSError."""
     return {path: stamp_of(path) for path in paths}
 
 

@@ -33,15 +33,18 @@ def engine_of(agent: str, rank: int) -> str:
 
 
 def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int, store: int) -> TransferId:
-    """The transfer of one part of a request between two ranks, out of the source's ``store``-th storage."""
+    """The id of the transfer of one part of a request between two ranks. ``store``: the number of the source's storage
+    (pool) that the part is in."""
     content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part, store)
     return TransferId(hashlib.blake2b(content, digest_size=16).digest())
 
 
 def content_of(token_ids: Sequence[int], ranks: int, beside: Sequence[str] = ()) -> bytes:
-    """What the blocks of these tokens hold in an engine of so many ranks, which share its heads out: SHA-256 of what
-    they depend on ``beside`` the ids (its canonical JSON's SHA-256), the number of ranks and the ids as little-endian
-    uint32."""
+    """The digest of what the blocks of these tokens hold, in an engine whose heads are divided among ``ranks`` ranks.
+    ``beside``: what the blocks depend on besides the token ids, such as an adapter.
+
+    It is the SHA-256 of: the SHA-256 of ``beside`` as JSON; the number of ranks; the token ids. Numbers are
+    little-endian uint32."""
     whole = hashlib.sha256(hashlib.sha256(json.dumps(beside).encode()).digest())
     whole.update(struct.pack(f"<{1 + len(token_ids)}I", ranks, *token_ids))
     return whole.digest()

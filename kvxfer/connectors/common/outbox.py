@@ -1,5 +1,5 @@
-"""Messages to peers, in order. For a peer that confirms slowly the rest waits here. Everything runs on the agent's
-loop; must never know what a message means.
+"""Messages to peers, in order. If a peer confirms slowly, later messages to it wait here. Everything runs on the
+agent's loop; must never know what a message means.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outbox:
         self._unknown_s = unknown_s
         self._unsent: dict[str, collections.deque[bytes]] = {}
         self._unknown: dict[str, float] = {}
-        """Since when."""
+        """By agent id: since when it is unknown."""
 
     def send(self, agent_id: str, payload: bytes) -> None:
         """Send a message, after the earlier ones."""

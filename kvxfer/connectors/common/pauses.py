@@ -1,13 +1,16 @@
-"""How long this process did not run (stopped, or its host suspended). Decides nothing; must never know what waits."""
+"""How long this process did not run, because it was stopped or its host was suspended. Decides nothing; must never know
+what the caller waits for."""
 
 from __future__ import annotations
 
 PAUSED_S = 0.5
+"""A look that is late by less than this may be late because the processors are busy."""
 
 
 class Pauses:
-    """Pauses of one loop. A look that comes PAUSED_S late was kept from running (SIGSTOP, a suspended host), and
-    messages of peers may wait to be read: a caller that measures their silence adds the pause to its start times."""
+    """Pauses of a loop that calls :meth:`look` regularly. If a call is late by PAUSED_S or more, the process did not
+    run (SIGSTOP, a suspended host). Messages of peers may then wait to be read, so the peers were not silent: a caller
+    that measures the silence of peers adds the pause to its start times."""
 
     def __init__(self, period_s: float) -> None:
         """The loop looks every ``period_s``, or more often."""

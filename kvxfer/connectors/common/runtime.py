@@ -1,6 +1,6 @@
 """The agent of a worker process and the thread whose event loop it runs on. An engine's worker has no event loop of
-its own, and its forward thread must not wait for one (but 5 ms, for its turn at the events). Decides the
-order of starting and stopping; must never know a request.
+its own. Its forward thread may wait for this loop only inside :meth:`Agent.progress`, 5 ms at most. Decides the order
+of starting and stopping; must never know a request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Runtime:
             raise ClosedError(f"the kvxfer agent broke, and this engine with it: {self._failure!r}")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call on the loop, soon; from any thread. Does nothing after the end."""
+        """Call ``function`` on the loop, soon. From any thread. Does nothing once the agent has ended."""
         loop = self._loop
         if loop is None:
             raise ClosedError("the kvxfer agent is not started")

@@ -1,5 +1,6 @@
-"""Stamps of files: the state in which a file was seen, which no later write leaves unchanged. Decides when a stamp can
-be trusted; must never know what a file is for.
+"""Stamps of files: what the file system says of a file's state (inode, size, times). A write changes the stamp, unless
+it comes so soon after another that the file system gives both the same time. Decides when a stamp rules that out; must
+never know what a file is for.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import time
 from kvxfer.clock import NS_PER_S
 
 COARSE_NS = 2 * NS_PER_S
-"""File systems that keep whole seconds, FAT's even ones: a write so soon after another may leave the stamp as it
-was."""
+"""The time in which a second write may leave the stamp unchanged on a file system that keeps whole seconds (FAT: even
+seconds)."""
 FINE_NS = NS_PER_S // 10
-"""The kernel's clock for files goes by ticks of at most 10 ms."""
+"""The same on other file systems: the kernel advances the clock of files every 10 ms or more often."""
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,30 +33,30 @@ class Stamp:
 
     @property
     def newest_ns(self) -> int:
-        """When it was last written, or given another time."""
+        """When the file was last written, or its times were last set."""
         return max(self.mtime_ns, self.ctime_ns)
 
     @property
     def is_coarse(self) -> bool:
-        """Whether its file system keeps whole seconds, as it seems."""
+        """Whether its file system seems to keep whole seconds."""
         return self.ctime_ns % NS_PER_S == 0
 
     def was_settled(self, now_ns: int) -> bool:
-        """Whether a write after ``now_ns``, when the stamp was taken, would have changed it: its tick was over."""
+        """Whether any write after ``now_ns``, when the stamp was taken, would change the stamp."""
         return self.unsettled_ns(now_ns) == 0
 
     def unsettled_ns(self, now_ns: int) -> int:
-        """How long it is until that is so."""
+        """How long to wait until :meth:`was_settled` is true."""
         return max(0, self.ctime_ns + (COARSE_NS if self.is_coarse else FINE_NS) - now_ns)
 
     def is_older(self, time_ns: int) -> bool:
-        """Whether the file was not written since then."""
+        """Whether the file was last written before ``time_ns``."""
         return self.newest_ns + (COARSE_NS if self.is_coarse else 0) <= time_ns
 
 
 def stamp_of(path: str | os.PathLike[str]) -> Stamp:
-    """The file as it is now. It is opened for that, so that a network file system asks its server. Raises OSError, also
-    where it is no regular file."""
+    """The stamp of the file as it is now. This opens the file, so that a network file system asks its server. Raises
+    OSError, also if it is no regular file."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return stamp_of_open(file)

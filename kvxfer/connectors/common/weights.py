@@ -1,8 +1,9 @@
 """The fingerprint of the weights that an engine computes with: read in the background, and unknown again once the files
 or the weights in memory change. Decides when the files on disk are what was loaded; must never delay an engine.
 
-What was loaded counts. A file is taken for what a worker read if it was not written since: since the worker was about
-to read it, where the engine was watched at that, else since this process began.
+The fingerprint is of what was loaded, but the file on disk may have changed since. If the engine was watched while it
+loaded, a file counts if it was not written after the worker began to read it. Otherwise a file counts if it was not
+written after this process began.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class LoadRecord(Protocol):
         """The state of that file just before it was read, and that time (since the epoch); ``None`` if unknown."""
 
     def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Call it with the reason whenever weights change in memory, at once if they have. Returns what ends that."""
+        """Call ``listener`` with the reason whenever weights change in memory, and at once if they have changed before.
+        Returns a function that ends this."""
 
 
 class Weights:
-    """The weights of one worker. Begins at once, in a thread of its own."""
+    """The weights of one worker. A thread of its own begins at once to read them."""
 
     def __init__(
         self,
@@ -82,7 +84,8 @@ class Weights:
             self._listeners.append(listener)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until they are known, or will not be; whether that came in time. For tests and tools."""
+        """Wait until the weights are known, or certain to stay unknown. Returns whether that came in time. For tests
+        and tools."""
         return self._settled.wait(timeout_s)
 
     def forget(self, why: str) -> None:
@@ -113,7 +116,7 @@ class Weights:
     def _run(self) -> None:
         try:
             self._read_and_watch()
-        except Exception as error:  # of an engine's config, say: else they would be pending for good
+        except Exception as error:  # an engine's config may raise anything; without this the weights would stay pending
             log.exception("the weight files could not be read or watched")
             self.forget(f"which weights were loaded is not known: {error!r}")
 
@@ -134,7 +137,7 @@ class Weights:
             for path, stamp in files.items():
                 try:
                     is_same = stamp_of(path) == stamp
-                except FileNotFoundError:  # what was loaded is known all the same, unless another comes in its place
+                except FileNotFoundError:  # the loaded weights stay known, until another file takes its place
                     is_same = True
                 except OSError:
                     is_same = False

@@ -29,7 +29,7 @@ class DeadlineSocket:
         self._connection.sendall(data)
 
     def receive(self, size: int) -> bytes:
-        """So many. Raises EOFError where the other side hangs up before."""
+        """Exactly ``size`` bytes. Raises EOFError if the other side hangs up before."""
         data = bytearray()
         while len(data) < size:
             self._connection.settimeout(seconds_left(self.end_s))

@@ -26,7 +26,8 @@ WORD_MAX = (1 << 64) - 1
 
 
 class _DList(Generic[RowT]):
-    """Rows of three words, and whatever else a row of the kind has."""
+    """A list of rows. A row is three 64-bit words; subclasses keep a fourth element of each row beside the words (a
+    meta, an agent's name)."""
 
     WIDTH: ClassVar[int] = 3
     LAYOUT: ClassVar[str] = "(address, length, device)"
@@ -47,7 +48,7 @@ class _DList(Generic[RowT]):
         elif isinstance(descs, list):
             self._check_tuples(descs)
             self._fill(_from_tuples(descs), len(descs))
-            self._fill_rest(descs)
+            self._fill_fourth(descs)
         elif isinstance(descs, int):
             if not 0 <= descs <= 1 << 32:
                 raise nixlInvalidParamError(f"a list cannot begin with {descs} rows")
@@ -78,7 +79,7 @@ class _DList(Generic[RowT]):
             grown = np.zeros((max(16, 2 * self._count), 3), np.uint64)
             grown[: self._count] = self._buffer
             self._buffer = grown
-        self._grow_rest()
+        self._grow_fourth()
         self._count += 1
         try:
             self._set(self._count - 1, desc)
@@ -126,11 +127,11 @@ class _DList(Generic[RowT]):
     def _fill(self, rows: Rows, count: int) -> None:
         self._buffer, self._count = rows, count
 
-    def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
-        """What a row has beside its words."""
+    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
+        """Take the fourth element of each row from its tuple."""
 
-    def _grow_rest(self) -> None:
-        """Room for that of one row more."""
+    def _grow_fourth(self) -> None:
+        """Add an empty fourth element for one more row."""
 
     def _row(self, place: int) -> RowT:
         address, length, device = self._buffer[place].tolist()
@@ -180,7 +181,7 @@ class _DList(Generic[RowT]):
         return ()
 
     def _take_metas(self, metas: list[bytes]) -> None:
-        """Whatever else a row of the kind has."""
+        """Take the fourth element of each row from its packed form."""
 
 
 class nixlXferDList(_DList[tuple[int, int, int]]):
@@ -231,10 +232,10 @@ class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
         super()._fill(rows, count)
         self._metas = [b""] * count
 
-    def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
+    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
         self._metas = [_as_meta(desc[3]) for desc in descs]
 
-    def _grow_rest(self) -> None:
+    def _grow_fourth(self) -> None:
         self._metas.append(b"")
 
     def _row(self, place: int) -> tuple[int, int, int, bytes]:
@@ -266,10 +267,10 @@ class nixlRemoteDList(_DList[tuple[int, int, int, str]]):
         super()._fill(rows, count)
         self._agents: list[str] = [""] * count
 
-    def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
+    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
         self._agents = [as_name(desc[3]) for desc in descs]
 
-    def _grow_rest(self) -> None:
+    def _grow_fourth(self) -> None:
         self._agents.append("")
 
     def _row(self, place: int) -> tuple[int, int, int, str]:

@@ -27,8 +27,8 @@ _lock = threading.Lock()
 _is_set_up = False
 
 
-class _Std(logging.StreamHandler):  # type: ignore[type-arg]
-    """Whatever ``sys.stdout`` or ``sys.stderr`` is at that moment: it may be replaced (by a test, by a redirect)."""
+class _StandardStream(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stdout`` or ``sys.stderr`` is at that moment: a test or a redirect may replace it."""
 
     def __init__(self, *, is_core: bool) -> None:
         logging.Handler.__init__(self)
@@ -51,7 +51,7 @@ def setup_logging() -> None:
         name = _level()
         if not logger.handlers:
             form = "%(asctime)s NIXL %(levelname)-7s %(filename)s:%(lineno)d %(message)s"
-            for handler in (_Std(is_core=False), _Std(is_core=True)):
+            for handler in (_StandardStream(is_core=False), _StandardStream(is_core=True)):
                 handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
                 logger.addHandler(handler)
             logger.propagate = False
@@ -65,8 +65,8 @@ def setup_logging() -> None:
 
 
 def _level() -> str:
-    """By the environment and NIXL's file of settings; of a file that cannot be read, the caller that makes an agent is
-    told."""
+    """The level's name, from the environment or NIXL's file of settings. A file that cannot be read is ignored here:
+    making an agent raises its error."""
     try:
         return with_file(os.environ).get("NIXL_LOG_LEVEL", "").upper()
     except ConfigError:

@@ -63,8 +63,8 @@ class MetadataExchange:
     """The background work of one agent. Thread-safe; its threads hold the endpoint, never the agent."""
 
     def __init__(self, endpoint: Endpoint, *, listens: bool, port: int, etcd_wait_s: float) -> None:
-        """Raises nixlBackendError (the port is taken), nixlInvalidParamError (the environment names no store that can
-        be, or two)."""
+        """Raises nixlBackendError if the port is taken; nixlInvalidParamError if the environment names two stores, or
+        one that cannot exist."""
         settings = endpoint.settings
         self._endpoint = endpoint
         self._store, self._wait_s = _store(settings, etcd_wait_s)
@@ -79,7 +79,7 @@ class MetadataExchange:
 
     def send(self, host: str, port: int) -> None:
         """Raises nixlInvalidParamError where there is neither an address nor a store; so do the others."""
-        blob, store = self._endpoint.metadata(), self._central(host, port)
+        blob, store = self._endpoint.metadata(), self._chosen_store(host, port)
         if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:
@@ -87,7 +87,7 @@ class MetadataExchange:
 
     def send_partial(self, descs: nixlRegDList, has_connection: bool, host: str, port: int, label: str) -> None:
         check_text("label", label)
-        store = self._central(host, port)
+        store = self._chosen_store(host, port)
         if store is not None and not label:
             raise nixlInvalidParamError(f"partial metadata for {store.NAME} needs a label")
         blob = self._endpoint.partial_metadata(descs, has_connection=has_connection)
@@ -98,14 +98,14 @@ class MetadataExchange:
 
     def fetch(self, name: str, host: str, port: int, label: str) -> None:
         check_text("label", label)
-        store = self._central(host, port)
+        store = self._chosen_store(host, port)
         if store is None:
             self._submit(f"fetch from {host}:{port}", lambda: self._load(name, p2p.tell(host, port, p2p.SEND)))
         else:
             self._submit(f"fetch {name} from {store.NAME}", lambda: self._fetch(store, name, label or DEFAULT_LABEL))
 
     def invalidate(self, host: str, port: int) -> None:
-        store = self._central(host, port)
+        store = self._chosen_store(host, port)
         if store is None:
             body = self._endpoint.own_proof() + self._endpoint.name.encode()
             self._submit(f"invalidate at {host}:{port}", lambda: self._tell_gone(host, port, body))
@@ -131,8 +131,8 @@ class MetadataExchange:
     def __repr__(self) -> str:
         return f"<Exchange of {self._endpoint.name}: {self._tasks.qsize()} tasks, {len(self._waits)} waits>"
 
-    def _central(self, host: str, port: int) -> MetadataStore | None:
-        """None: the address is to be used."""
+    def _chosen_store(self, host: str, port: int) -> MetadataStore | None:
+        """The store, opened; None if the exchange uses the address. Raises nixlInvalidParamError for neither."""
         if host:
             if not 0 < port < 65536:
                 raise nixlInvalidParamError(f"the port of {host!r:.100} must be between 1 and 65535, not {port}")
@@ -172,7 +172,7 @@ class MetadataExchange:
             self._retry()
 
     def _do(self, what: str, task: Callable[[], None]) -> None:
-        """No error may end the worker."""
+        """Run a task, and log its error: no error may end the worker."""
         try:
             task()
         except Exception as error:
@@ -203,7 +203,7 @@ class MetadataExchange:
         self._waits[name, label] = wait
 
     def _retry(self) -> None:
-        """Of one wait, where its time has come: a slow store must not hold up the tasks for longer than that."""
+        """Try the next waiting fetch once, if it is due. One fetch only: a slow store delays the tasks by one try."""
         store, key = self._store, next(iter(self._waits), None)
         if store is None or key is None or self._is_closed or time.monotonic() < self._waits[key].next_s:
             return
@@ -217,7 +217,8 @@ class MetadataExchange:
             )  # fmt: skip
 
     def _is_done(self, store: MetadataStore, name: str, label: str, wait: MetadataWait) -> bool:
-        """Raises where what lies there is wrong; a store that cannot be asked may answer the next time."""
+        """Whether the fetch has found metadata and loaded it. Raises if the metadata is wrong. A store that does not
+        answer is no error: it may answer the next time."""
         try:
             blob = store.get(name, label)
         except nixlBackendError as error:
@@ -231,10 +232,10 @@ class MetadataExchange:
         self._endpoint.load(blob, name)
         with self._lock:
             self._watched.add(name)
-        store.watch(self._taken_back)
+        store.watch(self._on_withdrawn)
         return True
 
-    def _taken_back(self, name: str) -> None:
+    def _on_withdrawn(self, name: str) -> None:
         with self._lock:
             if name not in self._watched:
                 return
@@ -247,7 +248,7 @@ class MetadataExchange:
 
 
 def _drop(_: object) -> None:
-    """A task returns nothing."""
+    """Drop a result, because a task returns nothing."""
 
 
 def _store(settings: Settings, etcd_wait_s: float) -> tuple[MetadataStore | None, float]:

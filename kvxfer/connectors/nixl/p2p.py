@@ -27,13 +27,13 @@ LOAD, SEND, FORGET = 1, 2, 3
 PROOF_BYTES = 32
 CONNECT_S = 1.0
 FRAME_S = 5.0
-"""Until a frame is there or gone, however it comes; of any peer, for both frames together."""
+"""The time limit of one exchange: to receive a frame, to send the answer, or in :func:`tell` for both together."""
 CONNECTIONS_MAX = 64
 log = logging.getLogger("nixl.kvxfer")
 
 
 class Party(Protocol):
-    """Whose metadata is exchanged."""
+    """The agent whose metadata a listener gives, and which takes the metadata that comes."""
 
     def metadata(self) -> bytes: ...
     def load(self, blob: bytes) -> str: ...
@@ -41,7 +41,7 @@ class Party(Protocol):
 
 
 def bounded_socket(connection: socket.socket) -> DeadlineSocket:
-    """For what is said next."""
+    """The connection with the time limit FRAME_S from now on."""
     return DeadlineSocket(connection, time.monotonic() + FRAME_S)
 
 

@@ -8,8 +8,8 @@
 ``KVXFER_NIXL_STRIPES``     connections to one peer over which transfers are spread (1); 0: as many as are the fastest
 ``KVXFER_NIXL_COPY_THREADS``
                             threads that copy large reads on one host (a quarter of the processors, at most 4)
-``KVXFER_NIXL_BAD_INPUT``   ``raise``: the ``get_*_descs`` calls raise for what is no list of descriptors, where NIXL
-                            logs and returns None, as they do without it (``none``)
+``KVXFER_NIXL_BAD_INPUT``   what the ``get_*_descs`` calls do with input that is no list of descriptors: ``none`` (the
+                            default): they log it and return None, as NIXL does; ``raise``: they raise
 ``KVXFER_LANES``            the lanes that everything in the process may use
 ``NIXL_LOG_LEVEL``, ``NIXL_ETCD_*``, ``NIXL_TCPSTORE_*`` and most of ``NIXL_TELEMETRY_*`` mean what they mean to NIXL,
 in NIXL's own file of settings too (:func:`with_file`); docs/nixl.md lists them all.
@@ -98,7 +98,7 @@ class Settings:
         )
 
     def agent_config(self, environ: Mapping[str, str]) -> AgentConfig:
-        """Raises ConfigError, where the operator's lanes leave none too."""
+        """Raises ConfigError, also if KVXFER_LANES leaves no lane."""
         return AgentConfig(
             bind_host=self.host,
             advertise_host=self.advertise,
@@ -120,8 +120,8 @@ def with_file(environ: Mapping[str, str]) -> Mapping[str, str]:
     ``NIXL_CONFIG_FILE`` names, or ``.nixl.cfg`` of the home directory, or ``/etc/nixl.cfg``. It is TOML, with the
     variables' names as keys.
 
-    What is set and empty, there or here, is not set. Raises ConfigError for a file that cannot be read, or says what is
-    no variable's value.
+    A variable that is empty, in the environment or in the file, counts as not set. Raises ConfigError for a file that
+    cannot be read, or that has a value that no variable can have.
     """
     named, home = environ.get("NIXL_CONFIG_FILE"), environ.get("HOME")
     places = [named] if named else [os.path.join(home, ".nixl.cfg"), FILE] if home else [FILE]
@@ -138,8 +138,8 @@ def with_file(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _text(place: pathlib.Path, name: str, value: object) -> str:
-    """Of a value from TOML, as it would stand in the environment."""
-    text = "\0"
+    """A value from TOML as the text that the environment would have. Raises ConfigError."""
+    text = "\0"  # not allowed, so this also means: no text
     if isinstance(value, str | int):
         with contextlib.suppress(ValueError):  # from a number of thousands of digits
             text = str(value)

@@ -1,7 +1,7 @@
-"""Makes a package called ``nixl`` (or ``nixl_cu12``, ``nixl_cu13``) out of this connector. Decides which of its modules
-goes by which of NIXL's names, and which of the two the package ``nixl`` says it is; must never touch ``sys.path``.
+"""Fills a package called ``nixl``, ``nixl_cu12`` or ``nixl_cu13`` with the modules of this connector. Decides which
+module has which of NIXL's names, and which CUDA variant ``nixl._pkg`` is; must never touch ``sys.path``.
 
-What the distributions are called and of which version they are stands in ``*.egg-info`` beside the packages.
+``*.egg-info`` beside the packages has the names and versions of the distributions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 from kvxfer.connectors.nixl import api, bindings, logging, utils
 
 NIXL_VERSION = "1.5.1"
-"""Of the NIXL that this stands in for."""
+"""The version of NIXL that this connector replaces."""
 MODULES = {"_api": api, "_bindings": bindings, "_utils": utils, "logging": logging}
 VARIANTS = {"12": "nixl_cu12", "13": "nixl_cu13"}
-"""By the major version of CUDA."""
+"""Packages of NIXL by the major version of CUDA."""
 
 
 def fill(package: str) -> None:
@@ -38,10 +38,10 @@ def fill(package: str) -> None:
 
 
 def variant() -> str:
-    """The package that ``nixl._pkg`` is: by the CUDA that torch was built with, which is read from torch's file so that
-    torch is not imported for it; NIXL's first choice where there is no torch, or one without CUDA."""
+    """The package that ``nixl._pkg`` is: that of the CUDA version that torch was built with. The version is read from
+    a file of torch, so that torch is not imported. Without torch, or without CUDA in it, it is NIXL's default."""
     text = ""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # ValueError: a torch that says nothing of its place
+    with contextlib.suppress(ImportError, OSError, ValueError):  # ValueError: a module `torch` without a spec
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin:
             text = (pathlib.Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Hooks into SGLang 0.5.23's scheduler, beside the classes that it asks for. Decides where; the manager decides what
-happens there.
+"""Hooks into methods of SGLang 0.5.23's scheduler, for what its plug-in classes do not offer. Decides which methods are
+hooked; the manager decides what a hook does.
 
-Only a process that has a manager is hooked. SGLang logs a hook that could not be applied, and goes on without it.
+Only a process that has a manager is hooked. SGLang logs a hook that it cannot apply, and continues without it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvxfer.connectors.sglang.observability_0_5_23 import traceparent_of
 log = logging.getLogger("kvxfer.sglang")
 
 MANAGERS: weakref.WeakSet[ManagerView] = weakref.WeakSet()
-"""Of this process."""
+"""The managers of this process."""
 
 _installed: set[str] = set()
-"""SGLang would call one that is registered twice twice."""
+"""Targets of hooks that are registered. SGLang would run a hook twice if it were registered twice."""
 
 
 def install() -> None:
-    """Callable twice."""
+    """Register and apply all hooks. Callable twice."""
     for target, hook, kind in HOOKS:
         if target not in _installed:
             _installed.add(target)
@@ -35,8 +35,9 @@ def install() -> None:
 
 
 def leave_after(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Around the scheduler's loop, which ends when SGLang shuts down, and by an exception: what SGLang does after it
-    is too late. It tells its main process, which kills this one, and gives memory back that peers may be reading."""
+    """Runs around the scheduler's loop, which ends when SGLang shuts down or by an exception. Managers leave before
+    anything else happens. SGLang then frees memory that peers may be reading, and reports to its main process, which
+    kills this one."""
     try:
         return run(*arguments, **more)
     finally:
@@ -48,8 +49,8 @@ def leave_after(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def look_again(queue: Any, addr_to_reqs: Any, *_: Any, **__: Any) -> None:
-    """Before decode's queue looks which prefill engines are known: SGLang looks at each once a second, and an answer
-    that is there is taken at once."""
+    """Runs before decode's queue checks which prefill engines are known. SGLang checks each engine once a second; this
+    makes it check an engine at once whose answer has come."""
     manager = queue.kv_manager
     if manager in MANAGERS:
         for address in addr_to_reqs:
@@ -58,7 +59,8 @@ def look_again(queue: Any, addr_to_reqs: Any, *_: Any, **__: Any) -> None:
 
 
 def note_request(queue: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Before a queue makes a request's sender or receiver, which SGLang does not tell of the request."""
+    """Runs before a queue makes a request's sender or receiver. SGLang does not pass the request to either, so the
+    manager keeps its traceparent for them."""
     manager = queue.kv_manager
     if manager in MANAGERS:
         manager.traceparent = traceparent_of(request)

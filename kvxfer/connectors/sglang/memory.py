@@ -17,7 +17,8 @@ from kvxfer.errors import ConfigError
 class Buffers:
     """Equally many rows in each of several buffers: row ``i`` of a buffer lies at ``address + i * item_bytes``.
 
-    Raises ConfigError for buffers that are none, that lie nowhere, or whose lists are of unequal length."""
+    Raises ConfigError for no buffers, for lists of unequal length, and for a buffer that has no address or is shorter
+    than one row."""
 
     addresses: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -44,21 +45,22 @@ class Buffers:
 
     @property
     def base(self) -> int:
-        """Where the first of them begins."""
+        """The lowest address of all buffers."""
         return min(self.addresses)
 
     @property
     def span_bytes(self) -> int:
-        """From there to the end of the last of them, with whatever lies between."""
+        """Bytes from :attr:`base` to the end of the last buffer; memory between the buffers counts too."""
         return max(address + length for address, length in zip(self.addresses, self.lengths, strict=True)) - self.base
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineMemory:
     """The memory of one rank. ``states``: what hybrid models keep beside the pages, by the name of its kind, in
-    SGLang's order. ``cuda_device``: whose memory pages and states are; ``None``: the host's, as ``aux`` always is.
-    ``shape``: what the pages hold of the model, so that peers may be cut differently; ``None``: all that this rank
-    moves pages with have them alike. Raises ConfigError for a shape that is not of these buffers."""
+    SGLang's order. ``cuda_device``: the device that has the pages and states; ``None``: the host has them, as it always
+    has ``aux``. ``shape``: which part of the model the pages hold. With a shape, a peer may have another tensor
+    parallel or page size; ``None``: a peer's pages must be equal to this rank's. Raises ConfigError for a shape with
+    other page sizes than these buffers have."""
 
     kv: Buffers
     aux: Buffers

@@ -17,7 +17,7 @@ from kvxfer.connectors.sglang.source_room import COMMITTED
 
 PREFIX = "sglang:kvxfer_"
 LOOK_S = 1.0
-"""So often gauges are set."""
+"""The interval between two updates of the gauges."""
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 WAITED = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 SIDES = ("source", "destination")
@@ -71,7 +71,7 @@ class RankMetrics:
         self._of(self._sends, outcome).inc()
 
     def look(self, now: CoreStatistics) -> None:
-        """How it stands."""
+        """Set the gauges."""
         for side, count in zip(SIDES, (now.sources_open, now.destinations_open), strict=True):
             self._of(self._rooms, side).set(count)
         for state in STATES:

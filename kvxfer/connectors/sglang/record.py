@@ -23,7 +23,7 @@ BOOKKEEPING = frozenset(
 )
 """Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 CUT_MAX = 2048
-"""Buffers of a shape: those of more do not fit a greeting."""
+"""The most buffers of a shape: a shape of more is too long for a message between engines (:mod:`.greetings`)."""
 NHD = "nhd"
 """The packing of pages whose shape is known: tokens, heads, dimensions."""
 FACTS = ("quantization", "json_model_override_args", "speculative_algorithm", "kv_cache_dtype", "model_impl")
@@ -33,9 +33,9 @@ FACTS = ("quantization", "json_model_override_args", "speculative_algorithm", "k
 def make_record(
     arguments: Any, model: Any, kv_args: Any, *, is_mla: bool, tp_size: int, shape: KvShape | None
 ) -> CompatibilityRecord:
-    """Of one rank, but for its weights: those are not known yet. ``arguments``: SGLang's, resolved; ``model``: its
-    ModelConfig. Where the ``shape`` of the pages is known that says the layers, heads and tokens in one, and nothing
-    here does: they may differ."""
+    """The record of one rank, with unknown weights, because they are still being read. ``arguments``: SGLang's server
+    arguments, resolved; ``model``: its ModelConfig. If the ``shape`` of the pages is known, the two engines compare
+    shapes, and may differ in layers, heads and tokens of a page. So the record leaves those out."""
     record = CompatibilityRecord(
         model=",".join(getattr(model.hf_config, "architectures", None) or ()),
         config_fingerprint=config_fingerprint(model.hf_config.to_dict(), facts_of(arguments)),
@@ -64,35 +64,36 @@ def shape_of(
     first_layer: int = 0,
     total_layers: int | None = None,
 ) -> KvShape | None:
-    """What a rank's pages hold of the model, by SGLang's KVArgs; ``None`` where a page is not its tokens one after the
-    other, each of its heads, in two buffers (``is_latent``: one) for each layer: then it is moved as it is.
-    ``first_layer``: of its pipeline stage, of ``total_layers`` of the model (those that it holds, where it has all).
+    """Which part of the model a rank's pages hold, by SGLang's KVArgs. ``None`` if it is not known; then only whole
+    pages can be moved. It is known if each layer has two buffers (``is_latent``: one), and a page in a buffer is its
+    tokens in order, and a token is its heads in order.
 
-    Buffers of a draft model follow those of the model, one after the other."""
+    ``first_layer``: the first layer of this rank's pipeline stage. ``total_layers``: of the whole model; ``None``: this
+    rank has all layers. The buffers of a draft model follow those of the model."""
     items, tokens = tuple(map(int, kv_args.kv_item_lens)), int(kv_args.page_size)
     drafts = int(getattr(kv_args, "num_draft_entries", 0) or 0)
     parts = ("latent",) if is_latent else ("k", "v")
-    layers, odd = divmod(len(items) - drafts, len(parts))
+    layers, remainder = divmod(len(items) - drafts, len(parts))
     is_compressed = kv_args.kv_layout is not None or getattr(kv_args, "mla_compression_ratios", None) is not None
-    is_one = is_latent and layers == 1  # of all layers together
-    if is_compressed or is_one or odd or layers < 1 or len(items) > CUT_MAX:
+    is_joint = is_latent and layers == 1  # one buffer holds all layers
+    if is_compressed or is_joint or remainder or layers < 1 or len(items) > CUT_MAX:
         return None
-    kept = [(first_layer + layer, part) for part in parts for layer in range(layers)]
-    kept += [((total_layers or layers) + draft, "draft") for draft in range(drafts)]
+    buffers = [(first_layer + layer, part) for part in parts for layer in range(layers)]
+    buffers += [((total_layers or layers) + draft, "draft") for draft in range(drafts)]
     heads, rank = 1 if is_latent else total_heads, int(kv_args.engine_rank) % tp_size
     try:
-        held = tokens * len(tp_heads(heads, tp_size, rank))
-        if any(size % held for size in items):
+        token_heads = tokens * len(tp_heads(heads, tp_size, rank))
+        if any(size % token_heads for size in items):
             return None
-        sizes = tuple(size // held for size in items)
-        numbers, names = tuple(layer for layer, _ in kept), tuple(part for _, part in kept)
+        sizes = tuple(size // token_heads for size in items)
+        numbers, names = tuple(layer for layer, _ in buffers), tuple(part for _, part in buffers)
         return KvShape(numbers, names, sizes, tokens, rank, tp_size, heads)
     except (InvalidArgumentError, ConfigError):
         return None
 
 
 def facts_of(arguments: Any) -> dict[str, Any]:
-    """Those that are there, and neither empty nor off: versions add settings."""
+    """The settings of FACTS that this version of SGLang has, and that are neither empty nor off."""
     return {name: value for name in FACTS if (value := getattr(arguments, name, None)) and value not in ("auto", "{}")}
 
 
@@ -105,8 +106,8 @@ def config_fingerprint(config: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def models_of(arguments: Any) -> Callable[[], list[ModelName]]:
-    """What finds the models whose layers write an engine's KV cache: its own, and a draft model. It raises NotKnown
-    where their weights are no files of this host."""
+    """A function that finds the models whose layers write an engine's KV cache: its own, and a draft model. It raises
+    NotKnown if their weights are no files of this host."""
 
     def find() -> list[ModelName]:
         for flag, load_format in load_formats(arguments).items():

@@ -14,7 +14,8 @@ from kvxfer.errors import KvxferError
 
 
 class KvxferSender(CommonKVSender):  # type: ignore[misc]
-    """Of one request, at prefill. One for a room that another request has is born Failed, and touches nothing."""
+    """The sender of one request, at prefill. If another request has the room, the sender begins in state Failed, and no
+    call of it has an effect on that room."""
 
     kv_mgr: ManagerView
 
@@ -51,12 +52,12 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
             mgr.fail(bootstrap_room, f"{error.code}: {error}")
 
     def poll(self) -> Any:
-        """A heartbeat of the engine, too."""
+        """The state of the room. A call also counts as a heartbeat of the engine."""
         self.kv_mgr.core.sources.pulse(True)
         status = super().poll()
         if status == KVPoll.Failed:
             self._give_up()
-        elif status == KVPoll.Success and self._moved is None:  # SGLang asks for it after it cleared the room
+        elif status == KVPoll.Success and self._moved is None:  # get_transfer_metric comes after clear
             self._moved = self.kv_mgr.core.sources.moved(self.bootstrap_room)
         return status
 
@@ -71,7 +72,8 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
         return 0 if self._is_refused else int(super().pop_decode_prefix_len())
 
     def get_transfer_metric(self) -> Any:
-        """What moved, from the first grant to the last commit: with the wait for the device and for the reader."""
+        """Bytes and seconds, from the first grant to the last commit. The waits for the device and for the reader
+        count."""
         if self._moved is None or not self._moved.bytes:
             return KVTransferMetric()
         return KVTransferMetric(transfer_latency_s=self._moved.seconds, transfer_total_bytes=self._moved.bytes)
@@ -83,7 +85,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
             self.clear()
 
     def clear(self) -> None:
-        """As :meth:`abort` for a room that did not succeed."""
+        """Forget the room. A room that did not succeed ends as by :meth:`abort`."""
         if self._is_cleared:
             return
         self._is_cleared = True

@@ -21,8 +21,8 @@ COMMITTED = "committed"
 @dataclasses.dataclass(frozen=True)
 class RoomReader:
     """One decode rank that wants a room: the transfer id that it made, its agent and rank, how many of its own pages it
-    wants, and its shape, if known. ``lead``: tokens at the start of the first sent page that it already has, if the
-    source's pages are larger than its own."""
+    wants, and its shape, if known. ``lead``: how many tokens at the start of the first sent page the reader already
+    has. It is not 0 only if the source's pages are larger than the reader's."""
 
     transfer_id: TransferId
     agent_id: str
@@ -66,7 +66,7 @@ class SourceLeg(PeerLeg):
     wanted: int = 0
     """Blocks of the view that the reader wants."""
     lead: int = 0
-    """Blocks of the first page that it does not want."""
+    """Blocks at the start of the first page that the reader already has, and does not want."""
     parts: int = 0
     is_done: bool = False
 
@@ -79,9 +79,9 @@ class SourceRoom:
     made_s: float
     legs: list[SourceLeg] = dataclasses.field(default_factory=list)
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
-    """Grants that are alive, as far as known."""
+    """Grants whose end has not been reported yet."""
     pages: list[Blocks] = dataclasses.field(default_factory=list)
-    """In the ledger, among those that are given."""
+    """The pages of this room that the page ledger counts as given."""
     is_sending: bool = False
     is_all_sent: bool = False
     is_done: bool = False
@@ -89,7 +89,7 @@ class SourceRoom:
     error: KvxferError | None = None
     traceparent: str | None = None
     span: OpenSpan | None = None
-    """From when it is accepted."""
+    """The trace span; it begins when the engine accepts the prompt."""
     bytes: int = 0
     began_s: float | None = None
     ended_s: float | None = None

@@ -10,15 +10,16 @@ Safety. Each pool has a ledger of its own, which keeps a block from being promis
 filled by two transfers at once; the pools of one memory do not know of each other. What keeps a *page* from that is
 therefore not the native core but:
 
-- within a destination's room the slices of its sources are disjoint (``shape.choose``: each layer and head once), so no
-  two of its transfers fill the same byte, through whichever pools;
-- a page is of one room from ``begin`` until that room is over and drained, and of none meanwhile: :class:`PageLedger`
-  counts them, over all pools of the memory, and refuses (``blocks_busy``) a page that another room fills or gives;
-- pages that are given are read only, and may be given by several rooms and to several readers; they are in the ledger
-  until the room is over, when every grant over them has ended, in whichever pool;
-- a grant ends in its own ledger: aborting a room revokes each of its grants, whatever the pool, before it returns.
+- the slices of the sources of one received room are disjoint (``shape.choose``: each layer and head once), so no two of
+  its transfers fill the same byte, even if they go through different pools;
+- a page that is filled belongs to one room only, from ``begin`` until that room is over and drained.
+  :class:`PageLedger` counts pages over all pools of the memory, and refuses (``blocks_busy``) a page that another room
+  fills or gives;
+- a page that is given (sent) is only read, so several rooms may give it, to several readers. It stays in the page
+  ledger until the room is over and every grant over the page has ended, in all pools;
+- aborting a room revokes each of its grants, in all pools, before it returns.
 
-A page that is neither in a view nor shared needs none of this: its pool's ledger says it all.
+A page that no view has needs none of this: the native ledger of its one pool suffices.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ ROWS_MAX = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class SharedRows:
-    """The blocks that a rank's pages are in a pool that it has in common with a peer."""
+    """How pages of this rank become blocks of the pool that it shares with one peer."""
 
     pool: Pool
     own_rows: int = 1
-    """Blocks of one of our pages."""
+    """How many blocks one of our pages is."""
     peer_rows: int = 1
-    """And of one of the peer's."""
+    """How many blocks one of the peer's pages is."""
     is_view: bool = False
 
     def rows(self, pages: Blocks) -> Blocks:
@@ -61,15 +62,16 @@ class SharedRows:
         return (first + np.arange(self.own_rows, dtype=np.uint64)).ravel().astype(np.uint32)
 
     def is_all(self, given: int, wanted: int) -> bool:
-        """Whether so many blocks are all that a destination wants of ours, except for the end of its last page if the
-        page sizes differ."""
+        """Whether a source that gave ``given`` of the ``wanted`` blocks has given all. If the page sizes differ, the
+        last page of this rank may stay incomplete: the prompt ends within it."""
         if self.own_rows == self.peer_rows:
             return given == wanted
         return given == wanted or wanted - self.own_rows < given < wanted
 
 
 class Views:
-    """Of one rank's pages. All methods may be called from any thread; no other caller registers pools meanwhile."""
+    """The views of one rank's pages. All methods may be called from any thread; no other caller registers pools
+    meanwhile."""
 
     def __init__(
         self,
@@ -96,8 +98,9 @@ class Views:
         return len(self._views)
 
     def cut(self, peer: KvShape) -> SharedRows:
-        """The rows in common with that peer, registered. Raises IncompatibleError naming the field, LimitExceededError
-        for more than VIEWS_MAX, InvalidArgumentError for memory of too many tokens, ClosedError."""
+        """How pages become rows of the pool shared with that peer. Registers the pool if that is needed. Raises
+        IncompatibleError naming the field, LimitExceededError for more than VIEWS_MAX, InvalidArgumentError for memory
+        of too many tokens, ClosedError."""
         slice_ = common(self.shape, peer)
         if slice_.is_whole:
             return SharedRows(self._pages)
@@ -113,7 +116,7 @@ class Views:
         return SharedRows(pool, self.shape.page_tokens // tokens, peer.page_tokens // tokens, True)
 
     def describe(self, record: CompatibilityRecord) -> None:
-        """The pages are of ``record`` from now on. On the agent's loop."""
+        """Replace the record of the pages and of every view. On the agent's loop."""
         with self._lock:
             self._record = record
             for slice_, pool in self._views.items():
@@ -171,7 +174,7 @@ class PageLedger:
             self._filled[pages] = True
 
     def filled(self, pages: Blocks) -> None:
-        """That room is over and drained."""
+        """Undo :meth:`fill`: that room is over and drained."""
         with self._lock:
             self._filled[pages] = False
 
@@ -182,7 +185,7 @@ class PageLedger:
             np.add.at(self._given, pages, 1)
 
     def given(self, pages: Blocks) -> None:
-        """Every grant over them has ended."""
+        """Undo one :meth:`give`: every grant of that room over them has ended."""
         with self._lock:
             np.subtract.at(self._given, pages, 1)
 
@@ -194,5 +197,6 @@ class PageLedger:
 
 
 def neutral(record: CompatibilityRecord, **changes: object) -> CompatibilityRecord:
-    """A record of memory whose axes say which part of the model it is, so that the rank does not matter."""
+    """A copy of ``record`` with ``changes``, and without a rank: its axes say which part of the model the memory
+    holds."""
     return dataclasses.replace(record, tp_rank=0, tp_size=1, **changes)  # type: ignore[arg-type]

@@ -2,10 +2,10 @@
 other, and no step of the engine shows those that wait. A middleware in the server reports them to the engine's first
 rank.
 
-``vllm serve ... --middleware kvxfer.connectors.vllm.arrivals.Arrivals``. The server says what it has by datagrams,
-while it has it, to the listener under the agent's name in a directory that only this user can enter. It never waits for
-that, and changes nothing of a request; without it, and for requests of more than BODY_MAX bytes, ``unknown_wait_s`` is
-what such a prompt has.
+``vllm serve ... --middleware kvxfer.connectors.vllm.arrivals.Arrivals``. As long as the server has a prompt, it repeats
+that by datagrams. They go to a Unix socket with the agent's name, in a directory that only this user can enter. The
+middleware never waits for the engine, and changes nothing of a request. Without it, and for requests of more than
+BODY_MAX bytes, a prompt must reach the engine within ``unknown_wait_s``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from kvxfer.types import TransferId, check_agent_id
 log = logging.getLogger("kvxfer.vllm")
 
 REPEAT_S = 1.0
-"""How often the server repeats that it still has a prompt: before an engine that missed a message calls it unknown."""
+"""The interval at which the server repeats that it has a prompt: short enough that an engine that missed one message
+does not call the prompt unknown."""
 AGAIN_S = (0.05, 0.2)
-"""The kernel queues some ten datagrams: how soon one that found no room is said again, each at another time."""
+"""The kernel queues about ten datagrams. One that finds no room is sent again after a random time in this range."""
 GONE_TRIES = 20
 """How often the end of a prompt is repeated; an engine that got no message forgets it after ARRIVED_S."""
 BODY_MAX = 1 << 20
@@ -50,7 +51,7 @@ _App: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitabl
 
 def arrival_of(body: bytes | bytearray) -> tuple[str, TransferId] | None:
     """The agent of the engine that will compute the prompt, and its transfer id, if that request is a prefill leg that
-    others may wait for."""
+    other engines may wait for."""
     if b'"do_remote_decode"' not in body:
         return None
     try:
@@ -73,7 +74,8 @@ class _Body:
         return len(self._bytes or b"")
 
     def add(self, message: _Message) -> tuple[str, TransferId] | None:
-        """The arrival, once all of it is there. Keeps nothing beyond that, nor of a longer one."""
+        """Add a message. Returns the arrival once the body is complete. A complete body, and one of more than BODY_MAX
+        bytes, is dropped."""
         if self._bytes is None or message["type"] != "http.request":
             return None
         more = message.get("body", b"")
@@ -93,10 +95,10 @@ class Arrivals:
     def __init__(self, app: _App) -> None:
         self._app = app
         self._saying: set[asyncio.Task[None]] = set()
-        """That prompts are gone."""
+        """Tasks that still report the end of a prompt."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
-        """See ASGI."""
+        """The ASGI call: serve one request, and report it while it is here."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -135,7 +137,8 @@ class Arrivals:
                 return
 
     def _say(self, agent_id: str, transfer_id: TransferId, what: bytes) -> bool:
-        """Whether there was room for it, or no listener could be told soon."""
+        """Send one datagram. Returns False if the kernel's queue was full: try again soon. True: it was sent, or no
+        listener is there that a second try could reach."""
         path = find_socket(agent_id)
         if path is None:
             return True
@@ -152,7 +155,7 @@ class ArrivalSocket:
     """Where an engine's first rank receives arrivals. Runs on its agent's loop."""
 
     def __init__(self, agent_id: str, on_arrival: Callable[[TransferId, bool], None]) -> None:
-        """``on_arrival(transfer_id, is_here)``: it has arrived, or left."""
+        """``on_arrival(transfer_id, is_here)``: the prompt is at the API server, or it has left."""
         self._on_arrival = on_arrival
         self._socket: socket.socket | None = None
         self._path: pathlib.Path | None = None
@@ -161,7 +164,7 @@ class ArrivalSocket:
         try:
             heard.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._path = make_socket(heard, agent_id)
-        except (OSError, AttributeError, ConfigError) as error:  # another engine of that name; a system without
+        except (OSError, AttributeError, ConfigError) as error:  # another engine has the name, or no such sockets
             heard.close()
             log.info("arrivals at the API server cannot be received: %s", error)
             return

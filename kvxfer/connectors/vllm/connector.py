@@ -1,7 +1,7 @@
-"""The class that vLLM loads: one face for the two halves, which it forwards to and nothing else.
+"""The class that vLLM loads. It only forwards each call to the scheduler half or the worker half.
 
-vLLM makes it twice, in the scheduler's process and in each worker's. What differs between vLLM's versions is looked
-for, not compared by number.
+vLLM makes one in the scheduler's process and one in each worker's. For differences between vLLM's versions this class
+checks which names vLLM has, not the version number.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._last = Results()
         self._reports: tuple[Report, ...] = ()
         self._handled: BaseException | None = None
-        """What was being handled around the step when it began."""
+        """The exception that vLLM was handling when the step began, or ``None``; see :meth:`wait_for_save`."""
         self._news: News | None = None
         self._ending = contextlib.ExitStack()
         agents = tuple(rank_agent(options.agent_id, rank) for rank in range(ranks))
@@ -111,7 +111,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank()
-        watch_vllm()  # where the plugin was not asked to, this is the first chance
+        watch_vllm()  # the earliest place, if vLLM does not load kvxfer's plugin
         weights = Weights(functools.partial(models_of, vllm_config), loaded=LOADED)
         share(agents[rank], weights)
         self._ending.callback(unshare, agents[rank], weights)
@@ -173,7 +173,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """vLLM calls this in a ``finally``: after a forward that raised too."""
+        """vLLM calls this in a ``finally``, so also after a forward that raised. The exception that is being handled is
+        then another than when the step began."""
         if sys.exc_info()[1] is self._handled:
             self._worker.step_saved()
         else:
@@ -186,19 +187,19 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Of versions without get_transfer_results."""
+        """vLLM versions without get_transfer_results call this instead."""
         results = self._take_results()
         return results.sent or None, results.received or None
 
     def _take_results(self) -> Results:
-        """Of this step; what is asked of it afterwards is answered from here."""
+        """Take the worker's results of this step, and keep them for the calls that vLLM makes after this one."""
         self._last = self._worker.results()
         self._reports = self._worker.reports()
         self._news = self._worker.news()
         return self._last
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Failures are told by request where the version can; else by block."""
+        """Versions with get_transfer_results learn of failures by request; the others learn here, by block."""
         return set() if _TransferResults is not None else self._last.bad_blocks
 
     def build_connector_worker_meta(self) -> Any:
@@ -268,12 +269,12 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Versions that ask refuse it by this connector's name; the others are refused by check_engine."""
+        """False: kvxfer has no sleep mode. check_engine refuses it in versions that do not call this."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are announced from Python as they are written, unless that is off."""
+        """With ``overlap``, Python announces each layer when it is written, which a full CUDA graph would not run."""
         return bool(extra_config.get("overlap", True))
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Messages for prompts that this engine has not begun: bounded, and kept as long as the engine may still begin them.
-Decides nothing; `source` does, and `accepted` decides what may come.
+"""Messages of readers about prompts that this engine has not begun: bounded, and kept as long as the engine may still
+begin them. Decides nothing: `source` decides, and `accepted` knows which prompts may still come.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from kvxfer.errors import GrantUnknownError, KvxferError, OverloadedError, Refus
 from kvxfer.types import TransferId
 
 EARLY_MAX = 1024
-"""Of either kind."""
+"""The most questions that are kept, and the most releases."""
 RELEASE_S = 60.0
-"""How long it is remembered that no engine wants a prompt that this engine has not heard of."""
+"""How long a release is kept if the engine never accepts its prompt."""
 
 Question: TypeAlias = Ask | Claim
 Refusal: TypeAlias = Refuse | Claimed
 Key: TypeAlias = tuple[TransferId, int, str]
+"""(transfer id, rank of the reader, agent of the reader)"""
 
 
 def refusal(ask: Question, error: KvxferError) -> Refusal:
-    """What is answered to that question where the answer is no."""
+    """The message that answers a question with an error."""
     if isinstance(ask, Claim):
         return Claimed(ask.transfer_id, error.code, str(error))
     return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))
 
 
 def unknown() -> GrantUnknownError:
-    """Of a prompt that will not come."""
+    """The error of a question for a prompt that will not come."""
     return GrantUnknownError("this engine never heard of that prompt")
 
 
 def another() -> RefusedError:
-    """Of a prompt of some other reader."""
+    """The error of a question for a prompt that another engine reads."""
     return RefusedError("that prompt is promised to another engine")
 
 
 def crowded() -> OverloadedError:
-    """The answer for a prompt that so many others wait for that there is no room for one more question."""
+    """The error of a question that there is no room for."""
     return OverloadedError(
         f"this engine keeps at most AWAITED_MAX={AWAITED_MAX} questions for prompts that it has not begun"
     )
@@ -69,7 +70,8 @@ class Early:
         return True
 
     def release(self, agent_id: str, release: Release, now_s: float) -> None:
-        """That agent asks no more. Dropped without room for it: the prompt's own time ends the wait."""
+        """That agent no longer asks. Keeps the release for a prompt that may still begin. Without room it is dropped:
+        the prompt's own time limit then frees its blocks."""
         key = (release.transfer_id, release.rank, agent_id)
         self._asks.pop((Ask, key), None)
         if len(self._releases) < EARLY_MAX:

@@ -1,5 +1,5 @@
-"""What the two halves of a vLLM engine know of its weights. Decides which worker's report counts, and where an engine
-of one process finds it; must never read a file.
+"""What the scheduler of a vLLM engine knows of its workers' weights. A worker in the scheduler's process is asked
+directly; the others report. Decides which of these counts; must never read a file.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from collections.abc import Callable, Iterable
 from kvxfer.connectors.common.weights import PENDING, Weights
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded
 
-_HERE: dict[str, Weights] = {}
+_IN_PROCESS: dict[str, Weights] = {}
+"""The weights of the workers in this process, by agent."""
 
 
 def share(agent_id: str, weights: Weights) -> None:
-    """Let an engine's scheduler find its worker's, where both are one process."""
-    _HERE[agent_id] = weights
+    """Let the scheduler in this process find its worker's weights."""
+    _IN_PROCESS[agent_id] = weights
 
 
 def unshare(agent_id: str, weights: Weights) -> None:
-    """Callable twice."""
-    if _HERE.get(agent_id) is weights:
-        del _HERE[agent_id]
+    """Undo :func:`share`. Callable twice."""
+    if _IN_PROCESS.get(agent_id) is weights:
+        del _IN_PROCESS[agent_id]
 
 
 class EngineWeights:
-    """What an engine's scheduler knows of its workers' weights: of those in this process at once, of others what they
-    said last."""
+    """What an engine's scheduler knows of its workers' weights. Of a worker in this process it knows the present state,
+    of another the last report."""
 
     def __init__(self, agents: Iterable[str], loaded: Loaded = LOADED) -> None:
         self._told: dict[str, str | None] = dict.fromkeys(agents, PENDING)
@@ -34,7 +35,7 @@ class EngineWeights:
         self._unlisten: Callable[[], None] = lambda: None
 
     def listen(self) -> None:
-        """Hear of changes that this process makes to weights of others."""
+        """Learn of changes that a call in this process makes to the workers' weights."""
         self._unlisten = self._loaded.listen(self._on_changed)
 
     def stop(self) -> None:
@@ -42,7 +43,7 @@ class EngineWeights:
         self._unlisten()
 
     def tell(self, agent_id: str, why: str | None) -> None:
-        """What the worker with that agent says: why it does not know, or ``None``."""
+        """The worker with that agent reports why it does not know its weights, or ``None``: it knows them."""
         if agent_id in self._told:
             self._told[agent_id] = why
 
@@ -51,8 +52,8 @@ class EngineWeights:
         if self._changed is not None:
             return self._changed
         for agent_id, told in self._told.items():
-            here = _HERE.get(agent_id)
-            why = told if here is None else here.why
+            own = _IN_PROCESS.get(agent_id)
+            why = told if own is None else own.why
             if why is not None:
                 return why
         return None

@@ -1,11 +1,11 @@
-"""Prompts that another engine computed and a request here needs: fetched from every rank that has a part of them, and
-committed as a whole or not at all.
+"""Loads: prompts that another engine computed, fetched from every rank that has a part, and committed as a whole or not
+at all.
 
-One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and
-pulls each part that the source grants, while the source may still be computing it. A load ends once: committed, or
-failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here runs on
-the agent's loop, but for the way of most loads: a prompt granted as a whole by a source of our kind that is known is
-pulled by the forward thread, which waits for it, and the loop is needed only where that does not end well or soon.
+A load has one task for each source. The task pulls the whole prompt if the source has granted it already. Otherwise it
+asks, and pulls each part that the source grants, while the source may still be computing. A load ends once: committed,
+or failed with a named error, which is reported only when no byte can land in its blocks any more. The tasks run on the
+agent's loop. Most loads need no task: the forward thread pulls a prompt that a known source with equal pages granted
+as a whole (:meth:`Loads.begin`), and waits. The loop adopts such a load if the pull fails or takes long.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Loads:
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
         if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
             error = _taken()
-            self._over(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
+            self._report(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
             return
         self._launch(fetches)
 
@@ -134,7 +134,7 @@ class Loads:
             return None
         try:
             source = self._agent.find_member(name)
-        except KvxferError:  # the loop's way tells it
+        except KvxferError:  # start() comes to the same error, and reports it
             return None
         incarnation = order.incarnations[self._rank] if order.incarnations else None
         if source is None or incarnation not in (None, source.ref.incarnation) or not self._staging.is_alike(source):
@@ -143,14 +143,14 @@ class Loads:
         fetch.is_begun, fetch.source_ref = True, source.ref
         landing = self._staging.in_place(order.first, order.blocks)
         fetch.left = len(landing.pools) + 1
-        ended = functools.partial(self._one_ended, fetch)
+        ended = functools.partial(self._on_one_ended, fetch)
         try:
             self._begin_pull(fetch, landing, DIRECT, 0, len(order.blocks), ended)
         except KvxferError as error:
             fetch.is_ended, fetch.why = True, error
             self._call_soon(self.adopt, fetch)
         else:
-            self._one_ended(fetch)
+            self._on_one_ended(fetch)
         return fetch
 
     def adopt(self, fetch: Fetch) -> None:
@@ -162,7 +162,7 @@ class Loads:
             fetch.why = fetch.why or _taken()
         self._launch([fetch])
 
-    def _one_ended(self, fetch: Fetch, _: Transfer | None = None) -> None:
+    def _on_one_ended(self, fetch: Fetch, _: Transfer | None = None) -> None:
         """One of its transfers has drained, or all have been started. On any thread."""
         with fetch.lock:
             fetch.left -= 1
@@ -171,7 +171,7 @@ class Loads:
         try:
             fetch.take([transfer.result() for transfer in fetch.transfers])
         except KvxferError:
-            self._call_soon(self.adopt, fetch)  # first: once it has ended, the forward thread may schedule its cancel
+            self._call_soon(self.adopt, fetch)  # before is_ended: the forward thread may then call cancel()
             fetch.is_ended = True
             return
         fetch.is_told = fetch.is_ended = True
@@ -180,7 +180,7 @@ class Loads:
         self._call_soon(self._settle, fetch, report)
 
     def _settle(self, fetch: Fetch, report: Report) -> None:
-        """The rest of a load whose end was reported. The end of the grant tells its source that it is done."""
+        """Finish, on the loop, a load whose end was reported. Its source needs no message: the grant has ended."""
         if not fetch.is_adopted:
             self._kept.pop(fetch.order.request_id, None)
             fetch.end_span(report)
@@ -188,7 +188,7 @@ class Loads:
                 self._add_source(fetch.order, fetch.source_rank)
 
     def cancel(self, request_id: str) -> None:
-        """No request waits for it any more; it still ends with a call of ``on_done``."""
+        """No request waits for that load any more; it still ends with a call of ``on_done``."""
         for fetch in self._fetches.get(request_id, ()):
             fetch.end(TransferCancelledError("the request was aborted"))
 
@@ -241,11 +241,11 @@ class Loads:
             if self._by_transfer.get((order.transfer_id, fetch.source)) is fetch:
                 del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        self._over(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
+        self._report(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
         if not fetches[0].is_told:
             self._let_go(order)
 
-    def _over(self, done: LoadEnded, first: Fetch) -> None:
+    def _report(self, done: LoadEnded, first: Fetch) -> None:
         report, error = done.report, done.error
         first.end_span(report)
         if first.is_told:
@@ -256,8 +256,8 @@ class Loads:
         self._on_done(done)
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
-        """Its landing, drained; ``None`` if nothing has to be unpacked: another load has it, or the blocks are in
-        place."""
+        """Fetch from one source, and drain. Returns its landing, its error, or ``None`` if nothing has to be unpacked:
+        the first source has the same (replicas), or the blocks are in place."""
         outcome: Landing | KvxferError | None
         try:
             if fetch.why is not None:  # it was given up before it began
@@ -282,7 +282,7 @@ class Loads:
 
     async def _fetch(self, fetch: Fetch) -> Landing | None:
         order = fetch.order
-        is_early = True  # even where the source has answered: it tells its worker in its next step
+        is_early = True  # the source's worker may not know the prompt yet: its scheduler reports it in the next step
         if fetch.is_begun:
             try:
                 for transfer in fetch.transfers:
@@ -323,7 +323,7 @@ class Loads:
             fetch.begin_again()
 
     async def _direct_failed(self, fetch: Fetch, error: KvxferError) -> None:
-        """Ask the source for parts instead: another engine may have got some of several grants."""
+        """Drain, so that parts can be asked for instead: another engine may have got some of several grants."""
         log.debug("the direct grant is gone, or another's; asking: %s", error)
         await fetch.drain()
         fetch.transfers.clear()
@@ -406,7 +406,7 @@ class Loads:
 
     def _meet_all(self, remote: RemotePrompt) -> None:
         for source_rank in self._ranks_read(self._rank, len(remote.sources)):
-            with contextlib.suppress(PeerGoneError):  # then it is not told
+            with contextlib.suppress(PeerGoneError):  # such a source gets no message
                 self._add_source(remote, source_rank)
 
     def _ranks_read(self, rank: int, count: int) -> range:
@@ -444,7 +444,7 @@ class Loads:
             self._watched[source] = asyncio.create_task(self._keep_in_touch(source))
 
     async def _keep_in_touch(self, source: str) -> None:
-        """Repeat to the source what is wanted of it; end all of it when the source is silent."""
+        """Repeat to the source which prompts are wanted; end their fetches when the source is silent."""
         try:
             while True:
                 fetches = [fetch for fetch in itertools.chain(*self._fetches.values()) if fetch.source == source]
@@ -469,8 +469,8 @@ class Loads:
             del self._watched[source]
 
     async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
-        """Send that to an agent, and return the incarnation that took it. Raises PeerGoneError if none did in time,
-        CoordinatorUnavailableError."""
+        """Send messages to an agent, and return the incarnation that took them. Raises PeerGoneError if none did in
+        time, CoordinatorUnavailableError."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:

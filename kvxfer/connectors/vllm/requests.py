@@ -19,7 +19,7 @@ NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 
 @dataclasses.dataclass
 class Prefill:
-    """A request whose prompt another engine will fetch. The worker half knows ``blocks`` of its ``total``."""
+    """A request whose prompt another engine will fetch. ``total``: how many blocks the prompt has."""
 
     request: Any
     transfer_id: TransferId
@@ -28,8 +28,11 @@ class Prefill:
     content_digest: bytes
     traceparent: str | None
     table: list[int] = dataclasses.field(default_factory=list)
+    """The block ids that vLLM gave it."""
     blocks: int = 0
+    """How many blocks of ``table`` were announced to the worker half as computed."""
     is_open: bool = False
+    """Whether the worker half grants its blocks while they are computed."""
     adapter: str = ""
     """The fingerprint of its LoRA adapter when it came."""
     is_read: bool = False
@@ -72,15 +75,16 @@ class Decode:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether it may run or be loaded, and does not: it lacks blocks or, if vLLM did not look at it, perhaps a
-        seat."""
+        """Whether it waits only for vLLM: for blocks or, if vLLM did not look at it in the last step, perhaps for a
+        place among the running requests."""
         if self.is_waiting or self.is_loading or (self.first is not None and not self.first.is_settled):
             return False
         return self.request.status.name in NOT_RUNNING
 
     @property
     def lacks_more(self) -> bool:
-        """The same, for a request whose prompt was loaded: vLLM does not report that it has no block for its tokens."""
+        """As :attr:`lacks_blocks`, of a request whose prompt was loaded. It needs blocks for its own tokens, and vLLM
+        does not report that it has none."""
         return self.cached is not None and self.lacks_blocks
 
 
@@ -95,7 +99,7 @@ class Gauges(NamedTuple):
 
 
 def gauges_of(decodes: Iterable[Decode], blocks_unread: int) -> Gauges:
-    """Of one engine."""
+    """The gauges of one engine."""
     unknown = queued = granted = 0
     for decode in decodes:
         if decode.is_waiting:
@@ -183,6 +187,6 @@ def worst(reports: list[Report]) -> Report:
 
 
 def whole(reports: list[Report]) -> Report:
-    """The reports of all ranks of one load."""
+    """One report for a load: the worst rank's, with the bytes of all ranks."""
     moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
     return dataclasses.replace(worst(reports), **moved)

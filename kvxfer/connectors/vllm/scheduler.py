@@ -2,9 +2,9 @@
 one, and what the worker half must do about them in the coming step.
 
 It sees vLLM's requests and scheduler outputs by attribute, keeps one entry a request, and has no IO, clock or thread.
-It never raises over a request's parameters: a request that makes no sense to it is computed here.
+It never raises over a request's parameters: a request with invalid parameters is computed here.
 
-What vLLM gives away is revoked by the orders of that very step: the worker half does so before anything is written.
+If vLLM gives granted blocks to another request, the same step's orders revoke the grant before the forward writes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SchedulerHalf:
         self._adapter_was_another = adapter_was_another
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
-        self._senseless: set[str] = set()
+        self._invalid: set[str] = set()
         self._declined: dict[str, Declined] = {}
         self._reports: dict[str, list[Report]] = {}
         self._ended: list[Report] = []
@@ -107,7 +107,7 @@ class SchedulerHalf:
         self._gauges: Gauges | None = None
 
     def set_incarnations(self, incarnations: tuple[Incarnation, ...], agent_metadata: tuple[str, ...] = ()) -> None:
-        """Of this engine's agents, by rank: only they have what they compute. ``agent_metadata``: theirs, signed."""
+        """The incarnations of this engine's agents, by rank. ``agent_metadata``: the agents' signed metadata."""
         self._incarnations, self._agent_metadata = incarnations, agent_metadata
 
     def set_agent_metadata(self, agent_id: str, agent_metadata: str) -> None:
@@ -120,7 +120,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Any) -> None:
         """The request waits from now on."""
-        self._know(request)
+        self._register(request)
         decode = self._decodes.get(request.request_id)
         if decode is not None and not decode.is_settled:
             self._keeps.append(remote(decode))
@@ -128,12 +128,12 @@ class SchedulerHalf:
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens beyond the first ``computed`` (whole blocks) can be loaded; ``None``: ask again later. The
         last token of a prompt is always computed here, because the next one is sampled from it."""
-        self._know(request)
+        self._register(request)
         decode = self._decodes.get(request.request_id)
         if decode is not None and decode.first is not None and not decode.first.is_settled:
             return None
         if self._is_stuck and request.request_id in self._prefills:
-            return None  # what comes back is for those, not for one more that is only kept
+            return None  # freed blocks are for requests that decode here, not for one more prompt that would be kept
         count = self._matched(request, decode, computed)
         if count is not None:
             self._offered.add(request.request_id)
@@ -143,7 +143,7 @@ class SchedulerHalf:
         if decode is None or decode.is_settled or decode.is_loading:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
-            return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
+            return 0  # this engine must compute the whole prompt, for prompt_logprobs for example
         why = self._why_changed(request, decode.adapter) or self._why_stale(request, computed)
         if why is not None:
             self._decline(decode, why)
@@ -178,8 +178,8 @@ class SchedulerHalf:
         return stays, answer
 
     def _finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._know(request)
-        self._senseless.discard(request.request_id)
+        self._register(request)
+        self._invalid.discard(request.request_id)
         refusal = self._declined.pop(request.request_id, None)
         if refusal is not None:
             return False, {"kvxfer": {"code": refusal.code, "text": refusal.text}}
@@ -194,7 +194,7 @@ class SchedulerHalf:
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is None:
             return False, None
-        self._look_again(prefill)
+        self._recheck(prefill)
         if prefill.why_unknown is not None:
             self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
             return False, declined(prefill.transfer_id, WeightsUnknownError.code, prefill.why_unknown)
@@ -220,7 +220,7 @@ class SchedulerHalf:
         resumed = getattr(cached, "resumed_req_ids", ())
         for request_id, prefill in self._prefills.items():
             if prefill.is_open:
-                self._look_again(prefill)
+                self._recheck(prefill)
             if prefill.is_open and prefill.why_unknown is not None:
                 self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
             elif prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
@@ -283,7 +283,7 @@ class SchedulerHalf:
                 prefill.is_read = True
 
     def stands(self, standings: Iterable[Standing]) -> None:
-        """The states of waiting requests."""
+        """The worker half reports how requests that wait stand."""
         for standing in standings:
             if standing.is_over:
                 self._waited.append(standing.seconds)
@@ -301,7 +301,7 @@ class SchedulerHalf:
                 decode.is_waiting = False
 
     def reported(self, reports: Iterable[Report]) -> None:
-        """What the ranks say of loads."""
+        """Ranks report ended loads."""
         for report in reports:
             self._reports.setdefault(report.request_id, []).append(report)
             decode = self._decodes.get(report.request_id)
@@ -329,15 +329,15 @@ class SchedulerHalf:
 
     # --- inside ---
 
-    def _know(self, request: Any) -> None:
+    def _register(self, request: Any) -> None:
         request_id = request.request_id
-        if any(request_id in known for known in (self._prefills, self._decodes, self._senseless, self._declined)):
+        if any(request_id in known for known in (self._prefills, self._decodes, self._invalid, self._declined)):
             return
         try:
             leg = parse(request.kv_transfer_params)
         except InvalidArgumentError as error:
             log.warning("kv_transfer_params: %s; the prompt is computed here", error, extra={"request_id": request_id})
-            self._senseless.add(request_id)
+            self._invalid.add(request_id)
             return
         if leg is None:
             return
@@ -386,14 +386,14 @@ class SchedulerHalf:
                 self._accept(prefill)
 
     def _wait(self, decode: Decode) -> None:
-        """Until its source begins it."""
+        """Make the request wait until its source begins the prompt."""
         leg = decode.leg
         timeout_s = self._options.grant_wait_s if leg.timeout_s is None else leg.timeout_s
         decode.is_waiting = True
         self._waits.append(WaitOrder(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
 
     def _accept(self, prefill: Prefill) -> None:
-        """Other engines may ask for it from now on. If it will not be kept, they need not wait for it."""
+        """Let other engines ask for the prompt. If it will not be kept, tell them, so that they do not wait for it."""
         prefill.is_accepted = True
         if prefill.why_unknown is None:
             self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
@@ -480,7 +480,7 @@ class SchedulerHalf:
             return None
         return "another LoRA adapter had this name, and the prefix cache may have blocks of it"
 
-    def _look_again(self, prefill: Prefill) -> None:
+    def _recheck(self, prefill: Prefill) -> None:
         if prefill.why_unknown is None and prefill.total > 0:
             prefill.why_unknown = self._why_changed(prefill.request, prefill.adapter)
 

@@ -1,9 +1,9 @@
 """Requests that wait here, without blocks, until another engine begins their prompts: what that engine is asked, and
 when a wait ends.
 
-The source's first rank is asked anew each half second; it says at once when a prompt has begun, or never will. Besides,
-a wait ends by what the request itself allows, and where that engine is gone, has work and makes no step, or says
-nothing. Everything here runs on the agent's loop.
+The source's first rank is asked every AWAIT_S, and it reports at once when a prompt has begun, or never will. A wait
+also ends at the request's own timeout, and with an error if that engine is gone, if it has work but makes no step, or
+if it is silent. Everything here runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvxfer.connectors.vllm.wire import KEEPS_MAX, Await, Begun, Queued
 from kvxfer.errors import DeadlineExceededError, KvxferError, PeerGoneError, from_code
 
 AWAIT_S = 0.5
+"""The interval at which a source is asked about the prompts that requests here wait for."""
 
 
 @dataclasses.dataclass
@@ -48,14 +49,14 @@ class Waits:
         self._tell = tell
         self._waiting: dict[str, _Waiting] = {}
         self._new: dict[str, asyncio.Event] = {}
-        """Set if a source is to be asked at once."""
+        """By source, set if a request has begun to wait: the source is then asked at once."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def start(self, order: WaitOrder) -> None:
-        """The request waits from now on, and for nothing else."""
+        """The request waits for that order's source from now on. An earlier wait of the request is dropped."""
         self.leave(order.request_id)
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         timer = loop.call_later(order.timeout_s, self._time_out, order.request_id)
@@ -128,11 +129,11 @@ class Waits:
         """Ask that source as long as a request waits for it."""
         new, pauses = self._new[source], Pauses(AWAIT_S)
         try:
-            while some := self._of(source):
+            while waitings := self._of(source):
                 new.clear()
                 now_s = time.monotonic()
                 paused_s = pauses.look(now_s)
-                due = [waiting for waiting in some if now_s >= waiting.asked_s + AWAIT_S]
+                due = [waiting for waiting in waitings if now_s >= waiting.asked_s + AWAIT_S]
                 for waiting in due:
                     waiting.asked_s = now_s
                 ids = [waiting.order.transfer_id for waiting in due]
@@ -142,7 +143,7 @@ class Waits:
                 except KvxferError as error:
                     for waiting in due:
                         self._end(waiting, error)
-                for waiting in some:
+                for waiting in waitings:
                     waiting.heard_s += paused_s
                     if time.monotonic() >= waiting.heard_s + self._options.engine_silent_s:
                         silent_s = self._options.engine_silent_s
