@@ -89,7 +89,7 @@ class EndpointWorld : public Shell {
     if (!connection.heard) return;
     Hello answer{HelloStep::Prove, connection.peer, kSelf, {}, filled<32>(5)};
     try {
-      const std::optional<Hello> right = connection.handshake.on_hello(*connection.heard, [&](const AgentRef&) { return connection.key; });
+      const std::optional<Hello> right = connection.handshake.on_hello(*connection.heard, [&](const AgentRef&) { return *connection.key; });
       if (!right) return;
       answer = *right;
     } catch (const Error& error) {

@@ -24,7 +24,7 @@ class Shell {
     endpoint_.add_pool(pool);
     for (uint32_t i = 0; i < kRegionCount; ++i) add_region(i);
     for (int i = 0; i < 2; ++i) endpoint_.set_peer(kAgents[i], kKeys[i], SessionKind::Unix);
-    if (has_bearers) endpoint_.accept_bearer_key(kKeys[2]);
+    if (has_bearers) endpoint_.admit({PeerAdmission::Kind::BearerKey, kKeys[2]});
   }
 
   // All peers and the owner leave; after the longest time limit nothing is left.
