@@ -197,6 +197,21 @@ class AgentRef:
 
     def __repr__(self) -> str: ...
 
+class PeerAdmission:
+    """
+    What unregistered peers must prove to be admitted. Without one, they are refused.
+    """
+
+    @staticmethod
+    def bearer_key(key: bytes) -> PeerAdmission:
+        """
+        These 32 bytes, which also registered peers prove when they dial. A peer may use any name.
+        """
+
+    @staticmethod
+    def derived_keys(cluster_secret: bytes) -> PeerAdmission:
+        """The session key of both incarnations, derived from these 32 bytes."""
+
 class Ranges:
     """
     Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of elements.
@@ -1281,9 +1296,7 @@ class Endpoint:
         The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.
         """
 
-    def accept_bearer_key(self, key: bytes) -> None: ...
-
-    def accept_derived_keys(self, cluster_secret: bytes) -> None: ...
+    def admit(self, admission: PeerAdmission) -> None: ...
 
     def is_connected(self, peer: AgentRef) -> bool: ...
 
@@ -1636,16 +1649,11 @@ class Core:
         TransferFinal, and their memory until TransferDrained.
         """
 
-    def accept_bearer_key(self, key: bytes) -> None:
+    def admit(self, admission: PeerAdmission) -> None:
         """
-        From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,
-        and a little longer while its reads or writes are in progress.
-        """
-
-    def accept_derived_keys(self, cluster_secret: bytes) -> None:
-        """
-        From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`
-        (32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.
+        From now on an unregistered agent may open a session if it proves what `admission` says. It stays known while one of its sessions is
+        up, and a little longer while its reads or writes are in progress, unless `set_peer` registers it. Raises InvalidArgumentError if
+        an admission of another kind was set before.
         """
 
     def is_connected(self, peer: AgentRef) -> bool:

@@ -326,14 +326,11 @@ void bind_core_class(nb::module_& m) {
       .def("prepare_push", prepare<&Core::push>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
            "Has the peer read own elements `local` into its `remote`; otherwise as `prepare_fetch`. Own elements must stay unchanged until\n"
            "TransferFinal, and their memory until TransferDrained.")
-      .def("accept_bearer_key",
-           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_bearer_key(key); }); }, nb::arg("key"),
-           "From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,\n"
-           "and a little longer while its reads or writes are in progress.")
-      .def("accept_derived_keys",
-           [](PyCore& self, const Bytes32& secret) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_derived_keys(secret); }); }, nb::arg("cluster_secret"),
-           "From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`\n"
-           "(32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.")
+      .def("admit",
+           [](PyCore& self, const PeerAdmission& admission) { self.act([&](Endpoint& e, Nanos, Effects&) { e.admit(admission); }); }, nb::arg("admission"),
+           "From now on an unregistered agent may open a session if it proves what `admission` says. It stays known while one of its sessions is\n"
+           "up, and a little longer while its reads or writes are in progress, unless `set_peer` registers it. Raises InvalidArgumentError if\n"
+           "an admission of another kind was set before.")
       .def("is_connected",
            [](PyCore& self, const AgentRef& peer) { return self.act([&](Endpoint& e, Nanos, Effects&) { return e.is_connected(peer); }); }, nb::arg("peer"),
            "Whether a session with exactly this incarnation is up.")

@@ -85,6 +85,11 @@ void bind_values(nb::module_& m) {
       .def("__lt__", [](const AgentRef& a, const AgentRef& b) { return a < b; }, nb::is_operator())
       .def("__hash__", [](const AgentRef& a) { return std::hash<std::string>()(a.agent_id) ^ TransferIdHash()(TransferId{a.boot_nonce}) ^ a.number; })
       .def("__repr__", [](const AgentRef& a) { return a.agent_id + "#" + std::to_string(a.number); });
+  nb::class_<PeerAdmission>(m, "PeerAdmission", "What unregistered peers must prove to be admitted. Without one, they are refused.")
+      .def_static("bearer_key", [](const Bytes32& key) { return PeerAdmission{PeerAdmission::Kind::BearerKey, key}; }, nb::arg("key"),
+                  "These 32 bytes, which also registered peers prove when they dial. A peer may use any name.")
+      .def_static("derived_keys", [](const Bytes32& cluster_secret) { return PeerAdmission{PeerAdmission::Kind::DerivedKeys, cluster_secret}; },
+                  nb::arg("cluster_secret"), "The session key of both incarnations, derived from these 32 bytes.");
 }
 
 void bind_effects(nb::module_& m) {
@@ -330,8 +335,7 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.")
-      .def("accept_bearer_key", &Endpoint::accept_bearer_key, nb::arg("key"))
-      .def("accept_derived_keys", &Endpoint::accept_derived_keys, nb::arg("cluster_secret"))
+      .def("admit", &Endpoint::admit, nb::arg("admission"))
       .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
       .def("add_region", &Endpoint::add_region, nb::arg("info"))
       .def("remove_region",

@@ -1,6 +1,6 @@
 """Agents that find each other without a coordinator: each exports its metadata, signed with the cluster token, and adds
 the agents whose signed metadata it is given. Decides which metadata is believed; :mod:`kvxfer.protocol.signed_metadata`
-defines what a signature proves, and the native core admits the peers that dial (``accept_derived_keys``).
+defines what a signature proves, and the native core admits the peers that dial (``PeerAdmission.derived_keys``).
 
 An agent sends nothing to an address that no holder of the token wrote, and only its own log says why it refused
 metadata.
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 
+from kvxfer._native._core import PeerAdmission
 from kvxfer.agent.peers import NOWHERE
 from kvxfer.agent.pools import AgentPools
 from kvxfer.agent.runtime import AgentRuntime
@@ -43,7 +44,7 @@ class Discovery:
         self._refused = RateLimitedWarning(log, "the metadata of agent %r was refused: %s")
         runtime.on_session_up = self.session_up
         self._peers.admits_unregistered = True
-        transport.accept_derived_keys(self._root)
+        transport.admit(PeerAdmission.derived_keys(self._root))
 
     def export_metadata(self) -> str:
         """The signed metadata of this incarnation. Raises InvalidArgumentError if it would be too long."""

@@ -159,14 +159,10 @@ class Transport(Protocol):
         """
         ...
 
-    def accept_bearer_key(self, key: bytes) -> None:
-        """Accept unregistered peers that prove these 32 bytes, under the name that each claims. Such a peer is
-        forgotten when it has no session and no transfer in progress."""
-        ...
-
-    def accept_derived_keys(self, cluster_secret: bytes) -> None:
-        """Accept unregistered peers that prove the pair's session key, derived from these 32 bytes. SessionUp names
-        such a peer, and it stays known until :meth:`peer_dead`. Excludes :meth:`accept_bearer_key`."""
+    def admit(self, admission: _core.PeerAdmission) -> None:
+        """Accept unregistered peers that prove what ``admission`` says. SessionUp names such a peer. Unless
+        :meth:`set_peer` registers it, it is forgotten when it has no session and no transfer in progress. Raises
+        InvalidArgumentError if an admission of another kind was set before."""
         ...
 
     def is_connected(self, ref: AgentRef) -> bool:

@@ -166,13 +166,9 @@ class MemoryTransport:
                 raise BlocksBusyError(f"region {region_id} may still be written to: a transfer into it has not drained")
             del self._memories.regions[region_id]
 
-    def accept_bearer_key(self, key: bytes) -> None:
+    def admit(self, admission: _core.PeerAdmission) -> None:
         with self._open() as endpoint:
-            endpoint.accept_bearer_key(key)
-
-    def accept_derived_keys(self, cluster_secret: bytes) -> None:
-        with self._open() as endpoint:
-            endpoint.accept_derived_keys(cluster_secret)
+            endpoint.admit(admission)
 
     def is_connected(self, ref: AgentRef) -> bool:
         with self._open() as endpoint:

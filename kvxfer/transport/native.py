@@ -228,11 +228,8 @@ class NativeTransport:
     def remove_region(self, region_id: int) -> None:
         self.core.remove_region(region_id)
 
-    def accept_bearer_key(self, key: bytes) -> None:
-        self.core.accept_bearer_key(key)
-
-    def accept_derived_keys(self, cluster_secret: bytes) -> None:
-        self.core.accept_derived_keys(cluster_secret)
+    def admit(self, admission: _core.PeerAdmission) -> None:
+        self.core.admit(admission)
 
     def is_connected(self, ref: AgentRef) -> bool:
         return self.core.is_connected(write_ref(ref))

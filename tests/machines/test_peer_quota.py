@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.virtual_clock import S
+from tests.support.machines.admissions import ADMISSIONS
 from tests.support.machines.endpoint_pair import KEY, Pair
 from tests.support.machines.region_pair import RegionPair
 
@@ -21,10 +24,10 @@ def connected() -> tuple[Pair, int]:
     return pair, next(session for name, session in pair.peer_session if name == "a")
 
 
-def visit(end: Any, name: str, now: int) -> int:
-    """``end``'s session with one more agent, which is not named there or by :data:`KEY`."""
+def visit(end: Any, name: str, now: int, kind: str = "bearer") -> int:
+    """``end``'s session with one more agent, which is admitted or was registered with the key that it would prove."""
     visitor = _core.Endpoint(_core.AgentRef(name, 1, name[:1].encode() * 16), _core.EndpointLimits())
-    visitor.set_peer(end.agent, KEY, SessionKind.TCP)
+    visitor.set_peer(end.agent, ADMISSIONS[kind].key(end.agent, visitor.agent), SessionKind.TCP)
     mine, hello = visitor.dialed(end.agent, SessionKind.TCP, b"1" * 32, now)
     session, _ = end.accepted(SessionKind.TCP, b"2" * 32, now)
     (accept,) = end.on_frame(session, hello[0].frame, now)
@@ -33,10 +36,10 @@ def visit(end: Any, name: str, now: int) -> int:
     return int(session)
 
 
-def host(limits: Any) -> Any:
-    """An endpoint with region 9 that any holder of :data:`KEY` may visit."""
+def host(limits: Any, kind: str = "bearer") -> Any:
+    """An endpoint with region 9 that admits unregistered peers."""
     end = _core.Endpoint(_core.AgentRef("host", 1, b"h" * 16), limits)
-    end.accept_bearer_key(KEY)
+    end.admit(ADMISSIONS[kind].admission)
     end.add_region(_core.RegionInfo(9, 256))
     return end
 
@@ -50,25 +53,26 @@ def code_of(effects: list[Any]) -> str:
     return str(answer.code.name) if isinstance(answer, (_core.Done, _core.ErrorFrame)) else "taken"
 
 
-def test_all_bearer_peers_share_one_quota() -> None:
+@pytest.mark.parametrize("kind", ADMISSIONS)
+def test_all_admitted_peers_share_one_quota(kind: str) -> None:
     """Flaw: a bearer peer chooses its name, and had a new quota under each."""
     limits, grants = _core.EndpointLimits(), _core.GrantLimits()
     limits.transfers_max = 64
     grants.grants_max = 64
     limits.grants = grants
-    end = host(limits)
+    end = host(limits, kind)
     codes: dict[str, list[str]] = {"push": [], "fetch": []}
     for n in range(20):
-        session = visit(end, f"bearer{n}", 1)
+        session = visit(end, f"admitted{n}", 1, kind)
         codes["push"].append(code_of(end.on_frame(session, push(bytes([n]) * 16), 1)))
         pull = _core.Pull(bytes([100 + n]) * 16, 1, 5, Lane.STREAM, 0, 1, 0, bytes(32), 0)
         fetch = _core.Fetch(pull, _core.WireList([(9, 0, 16, 16, 1)]))
         codes["fetch"].append(code_of(end.on_frame(session, fetch, 1)))
     assert codes == {what: ["taken"] * 16 + ["overloaded"] * 4 for what in ("push", "fetch")}
-    # a peer that was named has a quota of its own
+    # a peer that was registered has a quota of its own
     named = _core.AgentRef("named", 1, b"n" * 16)
-    end.set_peer(named, KEY, SessionKind.TCP)
-    assert code_of(end.on_frame(visit(end, "named", 1), push(b"n" * 16), 1)) == "taken"
+    end.set_peer(named, ADMISSIONS[kind].key(end.agent, named), SessionKind.TCP)
+    assert code_of(end.on_frame(visit(end, "named", 1, kind), push(b"n" * 16), 1)) == "taken"
 
 
 def test_ended_pushes_of_one_peer_push_out_no_other() -> None:

@@ -403,7 +403,7 @@ class BearerLanes(LanePair):
         if name == "a":
             self.ends["a"].set_peer(self.refs["b"], b"g" * 32, SessionKind.TCP)
         else:
-            self.ends["b"].accept_bearer_key(b"g" * 32)
+            self.ends["b"].admit(_core.PeerAdmission.bearer_key(b"g" * 32))
 
 
 def test_a_bearer_peer_goes_on_by_another_lane() -> None:

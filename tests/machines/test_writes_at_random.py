@@ -16,6 +16,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.elements import places
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.admissions import ADMISSIONS
 from tests.support.machines.region_pair import RegionPair
 
 ID, NOTE = b"t" * 16, b"n"
@@ -39,9 +40,10 @@ class Landing:
 
 
 class Chaos(RegionPair):
-    def __init__(self, seed: int, is_bearer: bool) -> None:
+    def __init__(self, seed: int, kind: str) -> None:
+        """``kind``: how ``b`` knows ``a``."""
         self.random = random.Random(seed)
-        self.is_bearer, self.is_calm = is_bearer, False
+        self.kind, self.is_calm = kind, False
         limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
         transfers.read_bytes_max = grants.data_bytes_max = 16 * self.random.choice([1, 2, 3, 8])
         limits.transfers, limits.grants = transfers, grants
@@ -55,10 +57,14 @@ class Chaos(RegionPair):
         self.landing: Landing | None = None
 
     def introduce(self, name: str) -> None:
-        if name == "b" and self.is_bearer:
-            self.ends["b"].accept_bearer_key(b"k" * 32)
-        else:
+        admitting = ADMISSIONS.get(self.kind)
+        if admitting is None:
             super().introduce(name)
+        elif name == "b":
+            self.ends["b"].admit(admitting.admission)
+        else:
+            key = admitting.key(self.refs["b"], self.refs["a"])
+            self.ends["a"].set_peer(self.refs["b"], key, _core.SessionKind.MEMORY)
 
     def _dial(self, name: str, effect: Any) -> None:
         self.dials.append((name, effect))
@@ -206,12 +212,12 @@ class Chaos(RegionPair):
         return final, is_committed
 
 
-@pytest.mark.parametrize("is_bearer", [False, True], ids=["named", "bearer"])
-def test_a_write_that_goes_by_many_lanes(is_bearer: bool) -> None:
+@pytest.mark.parametrize("kind", ["registered", *ADMISSIONS])
+def test_a_write_that_goes_by_many_lanes(kind: str) -> None:
     ways: set[tuple[str, str]] = set()
     for seed in range(SEEDS):
         try:
-            final, is_committed = Chaos(seed, is_bearer).play()
+            final, is_committed = Chaos(seed, kind).play()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
         if final.code in (Code.no_lane, Code.refused, Code.grant_revoked):

@@ -102,7 +102,7 @@ def between(nodes: Any) -> Iterator[Between]:
             peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=peer.core.tcp_port, unix_path=str(made[0].path)
         )
         if is_bearer:
-            peer.core.accept_bearer_key(KEY)
+            peer.core.admit(native.PeerAdmission.bearer_key(KEY))
         else:
             peer.core.set_peer(dialer.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path="")
         return made[0]

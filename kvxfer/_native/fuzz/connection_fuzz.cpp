@@ -199,8 +199,7 @@ class ConnectionWorld {
   }
   void answer(SocketConnection& connection, const Hello& hello) {
     try {
-      const Bytes32* const key = &kKey;
-      if (const std::optional<Hello> answer = connection.handshake.on_hello(hello, [&](const AgentRef&) { return key; })) send(connection, encode(*answer));
+      if (const std::optional<Hello> answer = connection.handshake.on_hello(hello, [](const AgentRef&) { return kKey; })) send(connection, encode(*answer));
     } catch (const Error& error) {
       check(error.code() != Code::internal, error.what());  // accept_dialed() may answer as another agent than the core dialed
     }

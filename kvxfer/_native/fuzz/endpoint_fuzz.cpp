@@ -30,7 +30,7 @@ EndpointLimits small_limits(Input& in) {
 
 class EndpointWorld : public Shell {
  public:
-  EndpointWorld(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : Shell(limits, pool, has_bearers), in_(in) {}
+  EndpointWorld(Input& in, const EndpointLimits& limits, const PoolInfo& pool, PeerAdmission::Kind admission) : Shell(limits, pool, admission), in_(in) {}
 
   void play() {
     while (!in_.is_empty()) {
@@ -66,9 +66,9 @@ class EndpointWorld : public Shell {
     if (connections_.size() >= kConnectionsMax) return close(connections_[in_.below(connections_.size())]);
     const AgentRef& peer = kAgents[in_.below(3)];
     Effects out;
-    const Bytes32& key = kKeys[in_.below(4)];
+    const Bytes32& key = keys_[in_.below(4)];
     const SessionId session = endpoint_.accepted(kind(in_), filled<32>(1), now_, out);
-    add(PeerConnection{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_bearers_ ? kKeys[2] : key_of(peer))}, out);
+    add(PeerConnection{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (admission_ == PeerAdmission::Kind::BearerKey ? kKeys[2] : key_of(peer))}, out);
     PeerConnection* connection = find(session);
     if (connection == nullptr || in_.below(8) == 0) return;
     deliver(*connection, encode(connection->handshake.dial_hello()));
@@ -81,7 +81,7 @@ class EndpointWorld : public Shell {
     dials_.pop_front();
     Effects out;
     const SessionId session = endpoint_.dialed(dial.peer, dial.kind, filled<32>(1), now_, out);
-    const Bytes32& key = in_.below(8) == 0 ? kKeys[3] : key_of(dial.peer);
+    const Bytes32& key = in_.below(8) == 0 ? keys_[3] : key_of(dial.peer);
     add(PeerConnection{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
     if (PeerConnection* connection = find(session)) shake_hands(*connection);
   }
@@ -91,7 +91,7 @@ class EndpointWorld : public Shell {
     if (!connection.heard) return;
     Hello answer{HelloStep::Prove, connection.peer, kSelf, {}, filled<32>(5)};
     try {
-      const std::optional<Hello> right = connection.handshake.on_hello(*connection.heard, [&](const AgentRef&) { return connection.key; });
+      const std::optional<Hello> right = connection.handshake.on_hello(*connection.heard, [&](const AgentRef&) { return *connection.key; });
       if (!right) return;
       answer = *right;
     } catch (const Error& error) {
@@ -163,7 +163,7 @@ class EndpointWorld : public Shell {
       default: {
         const size_t agent = in_.below(3);
         if (in_.flag()) return call([&](Effects& out) { endpoint_.peer_dead(kAgents[agent], now_, out); });
-        return endpoint_.set_peer(kAgents[agent], kKeys[agent], kind(in_));
+        return endpoint_.set_peer(kAgents[agent], keys_[agent], kind(in_));
       }
     }
   }
@@ -255,7 +255,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, size);
   const EndpointLimits limits = small_limits(input);
   const PoolInfo pool{kPool, kBlockCount, kBlockBytes, {}, input.flag(), input.flag(), input.flag()};
-  EndpointWorld world(input, limits, pool, input.flag());
+  using Kind = PeerAdmission::Kind;
+  constexpr Kind kinds[] = {Kind::RegisteredOnly, Kind::BearerKey, Kind::DerivedKeys, Kind::BearerKey};
+  EndpointWorld world(input, limits, pool, kinds[input.below(4)]);
   world.play();
   world.wind_down();
   return 0;

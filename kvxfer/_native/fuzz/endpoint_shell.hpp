@@ -14,17 +14,18 @@ namespace kvxfer::fuzz {
 
 inline const AgentRef kSelf{"self", 1, filled<16>(9)};
 inline const Bytes32 kKeys[] = {filled<32>('a'), filled<32>('b'), filled<32>('g'), filled<32>('x')};
-inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"c", 1, filled<16>(3)}};  // the last one is a bearer peer
+inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"c", 1, filled<16>(3)}};  // the last one is not registered
 
 constexpr int kTicksMax = 4;  // at one moment
 
 class Shell {
  public:
-  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : endpoint_(kSelf, limits), has_bearers_(has_bearers) {
+  Shell(const EndpointLimits& limits, const PoolInfo& pool, PeerAdmission::Kind admission) : endpoint_(kSelf, limits), admission_(admission) {
     endpoint_.add_pool(pool);
     for (uint32_t i = 0; i < kRegionCount; ++i) add_region(i);
     for (int i = 0; i < 2; ++i) endpoint_.set_peer(kAgents[i], kKeys[i], SessionKind::Unix);
-    if (has_bearers) endpoint_.accept_bearer_key(kKeys[2]);
+    if (admission != PeerAdmission::Kind::RegisteredOnly) endpoint_.admit({admission, kKeys[2]});
+    if (admission == PeerAdmission::Kind::DerivedKeys) keys_[2] = session_key(kKeys[2], kSelf, kAgents[2]);
   }
 
   // All peers and the owner leave; after the longest time limit nothing is left.
@@ -195,7 +196,7 @@ class Shell {
     connections_.push_back(std::move(connection));
     perform(out);
   }
-  static const Bytes32& key_of(const AgentRef& peer) { return kKeys[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
+  const Bytes32& key_of(const AgentRef& peer) const { return keys_[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
   void close(PeerConnection& connection) {
     if (!connection.is_open) return;
     hung_up(connection);
@@ -298,7 +299,8 @@ class Shell {
   std::deque<TransferId> over_;   // transfers that are final now: perform() stops the reads into their blocks
   std::deque<Incoming> cut_;      // reads whose connection is gone: perform() stops them
   std::set<uint32_t> regions_, regions_ever_;
-  bool has_bearers_ = false;
+  PeerAdmission::Kind admission_;
+  std::array<Bytes32, 4> keys_{kKeys[0], kKeys[1], kKeys[2], kKeys[3]};  // what the agents prove, and a wrong one
   bool is_asked_ = false;  // the endpoint handles a CONFIRM at the moment
   OwnerModel model_;
   std::set<std::pair<TransferId, uint64_t>> confirmed_;

@@ -8,9 +8,9 @@ namespace kvxfer {
 
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
-  keep_bearer(peer);
+  keep(peer);
   notifier_.peer_alive(peer);
-  peers_[peer] = KnownPeer{key, control, false};
+  peers_[peer] = KnownPeer{key, control};
 }
 
 void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
@@ -25,7 +25,7 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
 void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
   const bool has_other_incarnation = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
-  keep_bearer(peer);
+  keep(peer);
   peers_.erase(peer);
   if (!has_other_incarnation) end_operations(peer, true, now, out);
   unsent_ends_.erase(peer);
@@ -233,7 +233,7 @@ void Endpoint::connect(Operation& operation, Nanos now, Effects& out) {
   }
   if (!knows(peer)) return operation.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
   if (const SessionId session = find_session(peer, operation, out)) return attach(operation, session, now, out);
-  if (is_bearer(peer) && !operation.is_offered()) return operation.lane_closed("a bearer peer is reached only over the sessions that it opened", now, out);
+  if (is_admitted(peer) && !operation.is_offered()) return operation.lane_closed("an unregistered peer is reached only over the sessions that it opened", now, out);
   operation.dialing();
   if (!operation.is_offered()) dial(peer, session_kind(operation.lane()), out);
 }
@@ -373,7 +373,7 @@ Nanos Endpoint::next_deadline() const {
   const Nanos stall = limits_.transfers.stall_ns;
   Nanos next = std::min(grants_.next_deadline(), notifier_.next_deadline(stall));
   if (!wakes_.empty()) next = std::min(next, wakes_.begin()->first);
-  if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
+  next = std::min(next, leave_at());
   for (const SessionId id : watched_) {
     const Session& session = sessions_.at(id);
     next = std::min(next, probe_at(session));

@@ -19,6 +19,7 @@
 #include <optional>
 #include <set>
 
+#include "admission.hpp"
 #include "grant.hpp"
 #include "notifier.hpp"
 #include "push.hpp"
@@ -94,20 +95,16 @@ class Endpoint {
   // --- what the directory says ---
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
-  // From now on an unregistered peer may open a session if it proves this key, which our metadata contains: a bearer peer.
-  // Registered peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
-  // The endpoint reaches a bearer peer only over sessions that the peer opened. Our own posts to it end with its last session. After
-  // that session the endpoint forgets the peer (peer_dead). It waits with that while a transfer of the peer could continue on a new
-  // session: as long as the peer itself would try to reconnect.
-  // A bearer peer can use any name. So on a session opened with this key, PULL and RELEASE reach only grants of regions that a
-  // FETCH or an own push made for that very name. Our operations and notifications for a registered peer never use such a session:
-  // for those we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH
-  // came by.
-  void accept_bearer_key(const Bytes32& key);
-  // From now on an unregistered peer may open a session if it proves the session_key of both incarnations, derived from
-  // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
-  // Error(invalid_argument): a bearer peer claims its name, and that claim must not pass for a proven name.
-  void accept_derived_keys(const Bytes32& cluster_secret);
+  // From now on peers that dial us prove what `admission` says, and an unregistered peer that does so is admitted. We reach it only
+  // over sessions that it opened. We forget it (peer_dead) after the last one: at once, or, while it reads, writes or waits, when it
+  // would itself have given this agent up. Our own posts to it end with its last session. All admitted peers together have the
+  // quota of one peer. set_peer makes an admitted peer a registered one.
+  // Where the proof does not show the peer's name, the peer can use any. On such a session PULL and RELEASE reach only grants of
+  // regions that a FETCH or an own push made for that very name, and our operations and notifications for a registered peer never
+  // use it: for those we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the
+  // PUSH came by.
+  // Throws Error(invalid_argument) if another kind was set before: a name that is claimed must not pass for a proven one.
+  void admit(const PeerAdmission& admission);
   // Exactly this incarnation is known to be dead.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
@@ -191,10 +188,9 @@ class Endpoint {
   static constexpr uint64_t kOfferBytesMax = 256ull << 20;  // of the lists of one peer's pushes
 
   struct KnownPeer {
-    Bytes32 key{};
+    std::optional<Bytes32> key{};  // that it was registered with; an admitted peer has none
     SessionKind control = SessionKind::Tcp;
-    bool is_bearer = false;
-    Nanos leaves_at = kNever;  // of a bearer peer without a session: when it is forgotten
+    Nanos leaves_at = kNever;  // of an admitted peer without a session: when it is forgotten
   };
   struct Session {
     SessionKind kind = SessionKind::Tcp;
@@ -207,9 +203,8 @@ class Endpoint {
     bool is_suspect = false;                       // the probe was not answered in time
     std::set<TransferId> operations;               // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // the peer's pools and regions that its MAPs let us read, by lane
-    bool is_by_bearer_key = false;                 // the peer claims its name and does not prove it
+    bool is_name_proven = true;                    // false: the peer only claims its name
     UnackedEnds unacked_ends{};                    // RELEASE and REVOKE that were sent over it
-    Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
     uint64_t refusals = 0;                         // requests of the peer that were refused
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
@@ -225,16 +220,17 @@ class Endpoint {
   using Operations = std::map<TransferId, std::unique_ptr<Operation>>;
 
   // sessions (endpoint_sessions.cpp)
-  const Bytes32* key_of(const AgentRef& peer, Session& session) const;
-  bool is_bearer(const AgentRef& peer) const;
-  void on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out);
-  void keep_bearer(const AgentRef& bearer);
+  std::optional<Bytes32> key_of(const AgentRef& peer, Session& session) const;
+  bool is_admitted(const AgentRef& peer) const;  // and not registered
+  void on_admitted_gone(const AgentRef& peer, Nanos now, Effects& out);
+  void keep(const AgentRef& peer);
+  Nanos leave_at() const { return leaving_.empty() ? kNever : std::max(leaving_.begin()->first, next_leave_at_); }
   void forget_leaving(Nanos now, Effects& out);
-  bool is_away(const AgentRef& peer) const { return is_bearer(peer) && !is_connected(peer); }
+  bool is_away(const AgentRef& peer) const { return is_admitted(peer) && !is_connected(peer); }
   bool carries_ours(const Session& session) const;
   bool carries(const Session& session, const Operation& operation) const;
-  // Bearer peers choose their own names, so all of them together have the quota of one peer.
-  AgentRef charged_peer(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
+  // An admitted peer can come back under any number of names, so all of them together have the quota of one peer.
+  AgentRef charged_peer(const AgentRef& peer) const { return is_admitted(peer) ? AgentRef{} : peer; }
   SessionId open(Session session);
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
   SessionId find_session(const AgentRef& peer, const Operation& operation, Effects& out);
@@ -301,8 +297,9 @@ class Endpoint {
   GrantTable grants_;
   Notifier notifier_;
   std::map<AgentRef, KnownPeer> peers_;
-  std::optional<Bytes32> bearer_key_, cluster_secret_;
+  PeerAdmission admission_;
   std::set<std::pair<Nanos, AgentRef>> leaving_;  // KnownPeer::leaves_at of those in peers_
+  Nanos next_leave_at_ = 0;                       // no earlier is one of them forgotten
 
   Sessions sessions_;
   SessionId next_session_ = 1;

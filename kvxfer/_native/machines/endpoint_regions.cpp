@@ -117,7 +117,7 @@ PushOperation* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
 
 // Whether a PULL or a RELEASE on this session may concern that grant.
 bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferId& id) const {
-  return !sessions_.at(session).is_by_bearer_key || (grants_.is_of_elements(id) && grants_.is_bound_to(id, peer));
+  return sessions_.at(session).is_name_proven || (grants_.is_of_elements(id) && grants_.is_bound_to(id, peer));
 }
 
 // Why this agent, or this session, cannot serve a read by that lane; empty if it can.
@@ -268,14 +268,14 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   offers_.give_back(charge.to, charge.cost);
   const Done done{id, outcome.code, outcome.text, transfer.turn(), outcome.blocks_checked};
   remember(id, charge.to, EndedOffer{peer, done});
-  // If DONE cannot be sent now, it is sent when the peer asks again. It never goes to another peer that took a bearer peer's name
-  // since: the id is the bearer peer's secret.
+  // If DONE cannot be sent now, it is sent when the peer asks again. It never goes to another peer that claimed the same name
+  // since: the id is the first peer's secret.
   SessionId session = transfer.session();
   if (sessions_.count(session) == 0) session = transfer.asked_on;
   if (sessions_.count(session) == 0) {
     const auto up = up_.find(peer);
     if (up == up_.end()) return;
-    const auto proven = std::find_if(up->second.begin(), up->second.end(), [this](SessionId each) { return !sessions_.at(each).is_by_bearer_key; });
+    const auto proven = std::find_if(up->second.begin(), up->second.end(), [this](SessionId each) { return sessions_.at(each).is_name_proven; });
     session = proven != up->second.end() ? *proven : 0;
   }
   if (session != 0) out.push_back(SendFrame{session, done});

@@ -7,83 +7,72 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kMapsMax = 16384;  // maps that one peer gave over one session
-constexpr size_t kForgottenAtOnce = 16;  // bearer peers
+constexpr size_t kForgottenAtOnce = 16;  // admitted peers
 constexpr Nanos kProbeRoundTrips = 4;
 
 }  // namespace
 
-void Endpoint::accept_bearer_key(const Bytes32& key) {
-  if (cluster_secret_) throw Error(Code::invalid_argument, "accept_bearer_key and accept_derived_keys exclude each other");
-  bearer_key_ = key;
+void Endpoint::admit(const PeerAdmission& admission) {
+  if (admission_.kind != PeerAdmission::Kind::RegisteredOnly && admission_.kind != admission.kind) {
+    throw Error(Code::invalid_argument, "peers are admitted by a bearer key or by derived keys, never by both");
+  }
+  admission_ = admission;
 }
 
-void Endpoint::accept_derived_keys(const Bytes32& cluster_secret) {
-  if (bearer_key_) throw Error(Code::invalid_argument, "accept_derived_keys and accept_bearer_key exclude each other");
-  cluster_secret_ = cluster_secret;
+std::optional<Bytes32> Endpoint::key_of(const AgentRef& peer, Session& session) const {
+  if (peer == self_) return std::nullopt;
+  const auto known = peers_.find(peer);
+  const std::optional<Bytes32> registered = known != peers_.end() ? known->second.key : std::nullopt;
+  if (session.is_dialed) return registered;
+  session.is_name_proven = admission_.proves_names();
+  return admission_.key_of(self_, peer, registered);
 }
 
-// Where a bearer key is set, every peer that dials us proves that key, registered or not: our metadata gave it to the peer. The
-// key that a peer was registered with came from the peer's own metadata; we prove that key when we dial it.
-const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
-  if (peer == self_) return nullptr;
-  session.is_by_bearer_key = bearer_key_ && !session.is_dialed;
-  if (session.is_by_bearer_key) return &*bearer_key_;
-  if (const auto it = peers_.find(peer); it != peers_.end()) return &it->second.key;
-  if (!cluster_secret_ || session.is_dialed) return nullptr;
-  session.derived_key = session_key(*cluster_secret_, self_, peer);
-  return &session.derived_key;
-}
-
-bool Endpoint::is_bearer(const AgentRef& peer) const {
+bool Endpoint::is_admitted(const AgentRef& peer) const {
   const auto it = peers_.find(peer);
-  return it != peers_.end() && it->second.is_bearer;
+  return it != peers_.end() && !it->second.key;
 }
 
-// The last session of a bearer peer ended. A lost session alone ends no grant and no offer: the peer may come back and prove by the
-// transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
-void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
-  end_operations(bearer, false, now, out);
-  unsent_ends_.erase(bearer);
-  notifier_.peer_dead(bearer, out);
-  const bool writes = std::any_of(operations_.begin(), operations_.end(), [&](const auto& operation) { return operation.second->peer() == bearer; });
-  if (!writes && !grants_.has_reader(bearer)) return forget(bearer, now, out);
+// The last session of an admitted peer ended. A lost session alone ends no grant and no offer: the peer may come back and prove by
+// the transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
+void Endpoint::on_admitted_gone(const AgentRef& peer, Nanos now, Effects& out) {
+  end_operations(peer, false, now, out);
+  unsent_ends_.erase(peer);
+  notifier_.peer_dead(peer, out);
+  const bool writes = std::any_of(operations_.begin(), operations_.end(), [&](const auto& operation) { return operation.second->peer() == peer; });
+  if (!writes && !grants_.has_reader(peer)) return forget(peer, now, out);
   const TransferLimits& limits = limits_.transfers;
   const Nanos leaves_at = now + std::max(2 * limits.stall_ns + limits.reconnect_ns, limits_.grants.ttl_ns);
-  peers_.at(bearer).leaves_at = leaves_at;
-  leaving_.emplace(leaves_at, bearer);
+  peers_.at(peer).leaves_at = leaves_at;
+  leaving_.emplace(leaves_at, peer);
   // A peer that invents thousands of names, each with a transfer in progress, evicts the names that left first.
   if (leaving_.size() > quota_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
 }
 
-// Cancels the removal of a bearer peer: it came back, was registered, or is forgotten by other means.
-void Endpoint::keep_bearer(const AgentRef& bearer) {
-  const auto known = peers_.find(bearer);
+// Cancels the removal of an admitted peer: it came back, was registered, or is forgotten by other means.
+void Endpoint::keep(const AgentRef& peer) {
+  const auto known = peers_.find(peer);
   if (known == peers_.end() || known->second.leaves_at == kNever) return;
-  leaving_.erase({known->second.leaves_at, bearer});
+  leaving_.erase({known->second.leaves_at, peer});
   known->second.leaves_at = kNever;
 }
 
 // Each forget() scans all transfers and grants, so one tick forgets only a few.
 void Endpoint::forget_leaving(Nanos now, Effects& out) {
-  for (size_t n = 0; !leaving_.empty() && leaving_.begin()->first <= now; ++n) {
-    const AgentRef bearer = leaving_.begin()->second;
-    if (n < kForgottenAtOnce) {
-      forget(bearer, now, out);
-      continue;
-    }
-    keep_bearer(bearer);
-    peers_.at(bearer).leaves_at = now + kMillisecond;
-    leaving_.emplace(now + kMillisecond, bearer);
+  if (now < leave_at()) return;
+  for (size_t n = 0; n < kForgottenAtOnce && !leaving_.empty() && leaving_.begin()->first <= now; ++n) {
+    forget(AgentRef(leaving_.begin()->second), now, out);
   }
+  next_leave_at_ = now + kMillisecond;
 }
 
 // Whether operations and notifications of this agent's owner may use the session: for a registered peer only a session on which it proved
-// its own key, for a bearer peer any session.
-bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_bearer_key || is_bearer(session.handshake.peer()); }
+// its name, for an admitted peer any session.
+bool Endpoint::carries_ours(const Session& session) const { return session.is_name_proven || is_admitted(session.handshake.peer()); }
 
 // A peer's push runs on a session that its PUSH came by: the id is what shows that it is the same peer that came again.
 bool Endpoint::carries(const Session& session, const Operation& operation) const {
-  return operation.is_offered() ? !session.is_by_bearer_key : carries_ours(session);
+  return operation.is_offered() ? session.is_name_proven : carries_ours(session);
 }
 
 SessionId Endpoint::find_up(const AgentRef& peer) const {
@@ -119,7 +108,7 @@ SessionId Endpoint::find_session(const AgentRef& peer, const Operation& operatio
 }
 
 void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
-  if (!is_bearer(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
+  if (!is_admitted(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
 }
 
 // The time at which the probe of this session counts as unanswered.
@@ -252,7 +241,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     const auto it = operations_.find(operation);
     if (it != operations_.end() && it->second->session() == id) it->second->session_lost(now);
   }
-  if (is_bearer(peer) && up_.count(peer) == 0) on_bearer_gone(peer, now, out);
+  if (is_away(peer)) on_admitted_gone(peer, now, out);
   for (const UnackedEnd& again : unacked_ends.take()) send_end(peer, again, now, out);
   for (const TransferId& operation : operations) {
     const auto it = operations_.find(operation);
@@ -289,9 +278,9 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
       throw Error(Code::overloaded, "this peer has used its quota of sessions_max");
     }
   }
-  keep_bearer(peer);
+  keep(peer);
   notifier_.peer_alive(peer);
-  if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? KnownPeer{*bearer_key_, kind, true} : KnownPeer{session.derived_key, kind, false};
+  peers_.try_emplace(peer, KnownPeer{std::nullopt, kind});
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});

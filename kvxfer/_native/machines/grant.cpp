@@ -181,7 +181,7 @@ bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
 }
 
 bool GrantTable::has_reader(const AgentRef& reader) const {
-  return std::any_of(grants_.begin(), grants_.end(), [&](const auto& grant) {
+  return waiting_.has_peer(reader) || std::any_of(grants_.begin(), grants_.end(), [&](const auto& grant) {
     return grant.second.state == GrantState::Alive && grant.second.reader && *grant.second.reader == reader;
   });
 }

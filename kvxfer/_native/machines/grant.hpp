@@ -118,7 +118,7 @@ class GrantTable {
   void check_room(const AgentRef& charged, uint64_t cost) const;
   bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
   bool is_of_elements(const TransferId& id) const;
-  bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
+  bool has_reader(const AgentRef& reader) const;  // of a grant that is alive, or with a pull that waits
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
   // Aborted before there was a grant, by a peer that may not have been the intended reader.
   bool is_aborted_by_another(const TransferId& id, const AgentRef& peer) const;

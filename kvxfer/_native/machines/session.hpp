@@ -8,8 +8,8 @@
 //
 // Both MACs are HMAC-SHA256 under the key of the pair (from the coordinator, over its authenticated channel), over a label of the
 // sender's role, both nonces and both incarnations: a proof cannot be replayed, reflected, or used by another incarnation. A peer
-// whose incarnation is not known here is refused: it may be older or newer than the one that the coordinator last reported. Without
-// a coordinator, every peer that holds the cluster secret is accepted: see Endpoint::accept_derived_keys.
+// whose incarnation is not known here is refused: it may be older or newer than the one that the coordinator last reported. Peers
+// that no coordinator named are admitted by the rule of admission.hpp, or refused.
 #pragma once
 
 #include <functional>
@@ -21,10 +21,7 @@ namespace kvxfer {
 
 enum class SessionState : uint8_t { AwaitHello, AwaitAccept, AwaitProof, Up };
 
-// The key of one pair of incarnations, derived from the cluster secret; the order of the two does not matter.
-Bytes32 session_key(const Bytes32& cluster_secret, const AgentRef& one, const AgentRef& other);
-
-using KeyOf = std::function<const Bytes32*(const AgentRef&)>;  // nullptr: no such peer
+using KeyOf = std::function<std::optional<Bytes32>(const AgentRef&)>;  // nullopt: no such peer
 
 class Handshake {
  public:

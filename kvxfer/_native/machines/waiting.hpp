@@ -31,6 +31,9 @@ class WaitingPulls {
 
   size_t size() const { return pulls_.size(); }
   bool has(const TransferId& id) const { return pulls_.count(id) != 0; }
+  bool has_peer(const AgentRef& peer) const {
+    return std::any_of(pulls_.begin(), pulls_.end(), [&](const auto& pull) { return pull.second.peer == peer; });
+  }
   // Null if there is no room. A reader that asks again keeps its place and its first deadline.
   WaitingPull* add(SessionId session, const AgentRef& peer, const Pull& pull, Nanos deadline, Nanos unasked_until, Nanos now, uint64_t rounds) {
     const auto range = pulls_.equal_range(pull.id);

@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 
+from kvxfer._native._core import PeerAdmission
 from kvxfer.connectors.nixl.dlists import nixlRegDList
 from kvxfer.connectors.nixl.errors import (
     nixlBackendError,
@@ -52,7 +53,7 @@ class Link:
             except BaseException:
                 binding.close()
                 raise
-            self.transport.accept_bearer_key(self.capability)
+            self.transport.admit(PeerAdmission.bearer_key(self.capability))
             inbox.on_held = self.transport.set_unfetched_notification_bytes
             self.poster = TransferEngine(self.transport, config=config, on_event=inbox.take_event)
             self.registry = Registry(self.poster)

@@ -52,7 +52,7 @@ DISCOVERY: Any = Discovery(
     types.SimpleNamespace(  # type: ignore[arg-type]
         peers=types.SimpleNamespace(find=lambda agent_id: None, discover=lambda member: None)
     ),
-    types.SimpleNamespace(ref=AgentRef("b", REF.incarnation), accept_derived_keys=lambda root: None),  # type: ignore[arg-type]
+    types.SimpleNamespace(ref=AgentRef("b", REF.incarnation), admit=lambda admission: None),  # type: ignore[arg-type]
 )
 
 
