@@ -51,7 +51,7 @@ def test_everything_can_be_set() -> None:
         ("KVXFER_SGLANG_COORDINATOR", "node-1", "must be host:port"),
         ("KVXFER_SGLANG_LANES", "stream,rdma", "must name some of"),
         ("KVXFER_SGLANG_CHECKSUM", "always", "must be one of"),
-        ("KVXFER_SGLANG_CHECKS", "on", "called KVXFER_SGLANG_CHECKSUM now"),
+        ("KVXFER_SGLANG_CHECKS", "on", "is called KVXFER_SGLANG_CHECKSUM now"),
         ("KVXFER_SGLANG_STRIPES", "many", "must be a whole number"),
         ("KVXFER_SGLANG_TIMEOUT_S", "soon", "must be a number of seconds"),
         ("KVXFER_SGLANG_TIMEOUT_S", "nan", "must be above 0"),
