@@ -10,6 +10,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
 from kvxfer.errors import PeerGoneError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -87,10 +88,7 @@ def test_an_idle_bearer_peer_is_forgotten_with_its_last_session() -> None:
 
 def amid(op: str) -> BearerPair:
     """The bearer peer reads or writes eight elements; two of them are in place."""
-    limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
-    transfers.read_bytes_max = grants.data_bytes_max = 32
-    limits.transfers, limits.grants = transfers, grants
-    pair = BearerPair(limits)
+    pair = BearerPair(endpoint_limits(read_bytes_max=32, data_bytes_max=32))
     pair.add_region("a", 7, DATA)
     pair.add_region("b", 9, DATA[::-1])
     pair.post("b", op, ID, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM], notification=b"n")
@@ -164,9 +162,7 @@ def test_peer_that_reuses_a_bearer_peers_name_gets_no_answer_of_it() -> None:
 
 def test_many_bearer_peers_that_left_are_not_kept() -> None:
     """Each had something under way; the first that left goes first, and all of them once their time is over."""
-    limits = _core.EndpointLimits()
-    limits.sessions_max = 64
-    pair = BearerPair(limits)
+    pair = BearerPair(endpoint_limits(sessions_max=64))
     pair.add_region("a", 7, DATA)
     a, count = pair.ends["a"], 40
     for i in range(count):

@@ -12,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import InvalidArgumentError, PeerGoneError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import Pair
 from tests.support.machines.pulls import ID, finals, grant, land, pull
 
@@ -189,11 +190,7 @@ def test_a_slow_wire_is_slow_and_not_stuck() -> None:
     """Flaw: ten transfers share a wire on which a round of one payload each takes longer than their patience. Each
     asked again before its bytes came, so that what came was of an attempt given up, for ever.
     """
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.data_bytes_max = 16
-    limits.grants = grants
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(data_bytes_max=16))
     ids = [bytes([n]) * 16 for n in range(10)]
     for n, id_ in enumerate(ids):
         grant(pair, id_, count=4, at=4 * n)

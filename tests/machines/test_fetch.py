@@ -12,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair, ranges
 
 ID = b"t" * 16
@@ -70,9 +71,7 @@ def test_blocks_are_reserved_for_pulls_only() -> None:
 @pytest.mark.parametrize("what", ["fetch", "push"])
 def test_a_post_without_room_for_its_notification_holds_nothing(what: str) -> None:
     """Flaw: the fetch was refused, and its region could never be removed."""
-    limits = _core.EndpointLimits()
-    limits.notifications_max, limits.notification_bytes_max = 1, 1 << 20
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(notifications_max=1, notification_bytes_max=1 << 20))
     pair.reachable = False
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"1", pair.now)[1])
     notification = bytes(200_000)  # too long to go with a push
@@ -291,11 +290,7 @@ def test_a_region_that_is_being_filled_stays() -> None:
 
 
 def test_a_cut_costs_only_what_was_under_way() -> None:
-    limits = _core.EndpointLimits()
-    transfers = _core.TransferLimits()
-    transfers.read_bytes_max = 32
-    limits.transfers = transfers
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(read_bytes_max=32))
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)])
     pair.pump()
     pair.perform("b")
@@ -373,11 +368,7 @@ def test_ranges() -> None:
 
 
 def test_one_peer_cannot_keep_everything() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.grants_max = 64
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(grants_max=64))
     elements = _core.WireList([(7, 0, 16, 16, 1)])
     codes = []
     for n in range(20):
@@ -426,11 +417,7 @@ def test_a_long_list_goes_with_its_indices() -> None:
 
 
 def test_room_is_asked_before_a_list_is_looked_at() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.grants_max = 64
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(grants_max=64))
     for n in range(16):
         ask(pair, _core.WireList([(7, 0, 16, 16, 1)]), id_=bytes([100 + n]) * 16)
     (answer,) = ask(pair, _core.WireList([(8, 0, 16, 8, 2)]), id_=b"z" * 16)
@@ -459,9 +446,7 @@ def test_a_source_that_never_knows_of_the_fetch_is_left() -> None:
 
 def test_a_grant_that_has_the_id_of_a_forgotten_one_is_another() -> None:
     """Flaw: what was still queued for the first was looked at, and counted as sent, under the second."""
-    limits = _core.EndpointLimits()
-    limits.grants.tombstones_max = 4  # a quarter of them for what peers ask for
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(tombstones_max=4))  # a quarter of them for what peers ask for
     first, other = _core.WireList([(7, 0, 16, 16, 2)]), _core.WireList([(7, 64, 16, 16, 1)])
     effects = ask(pair, first, count=2)
     (queued,) = (effect for effect in effects if isinstance(effect, _core.SendData))

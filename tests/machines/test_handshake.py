@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core
+from tests.support.limits import endpoint_limits
 
 from_text = {"a": b"a" * 16, "b": b"b" * 16}
 TCP = _core.SessionKind.TCP
@@ -163,8 +164,7 @@ def test_a_handshake_has_its_time() -> None:
 
 
 def test_sessions_are_bounded() -> None:
-    limits = _core.EndpointLimits()
-    limits.sessions_max = 1
+    limits = endpoint_limits(sessions_max=1)
     end = _core.Endpoint(ref("b"), limits)
     assert end.accepted(TCP, bytes(32), NOW)[1] == []
     assert hung_up(end.accepted(TCP, bytes(32), NOW)[1]) == "overloaded"

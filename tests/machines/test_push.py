@@ -10,6 +10,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -281,11 +282,7 @@ def test_done_without_a_verdict_ok_is_not_believed() -> None:
 
 
 def test_a_cut_is_resumed_with_what_is_missing() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.data_bytes_max = 32
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(data_bytes_max=32))
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.STREAM], notification=b"n")
     pair.pump()
     pair.perform("a")
@@ -349,9 +346,7 @@ def test_the_death_of_the_destination_ends_a_push() -> None:
 
 
 def test_a_push_of_one_peer_leaves_room_for_others() -> None:
-    limits = _core.EndpointLimits()
-    limits.transfers_max = 40
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(transfers_max=40))
     for n in range(20):
         pair.post("a", "push", bytes([n * 8]) * 16, FROM, TO)
     pair.pump()
@@ -392,10 +387,7 @@ def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) 
 
 
 def short_lived() -> RegionPair:
-    limits, grants = _core.EndpointLimits(), _core.GrantLimits()
-    grants.lifetime_max_ns = 5 * S
-    limits.grants = grants
-    return ready_pair(limits)
+    return ready_pair(endpoint_limits(lifetime_max_ns=5 * S))
 
 
 def test_an_offer_without_a_deadline_ends() -> None:
@@ -426,9 +418,7 @@ def test_a_push_ends_with_the_lifetime_of_its_grant() -> None:
 
 
 def test_room_is_asked_before_the_lists_of_a_push_are_looked_at() -> None:
-    limits = _core.EndpointLimits()
-    limits.transfers_max = 40
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(transfers_max=40))
     for n in range(16):
         pair.post("a", "push", bytes([n * 8]) * 16, FROM, TO)
     pair.pump()

@@ -12,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import Pair
 
 ID = b"t" * 16
@@ -334,10 +335,7 @@ def test_a_cancelled_wait_gives_back_what_it_had() -> None:
 
 def test_a_known_prompt_is_waited_for_as_long_as_its_reader_wants() -> None:
     """However long this source would wait for one that it does not know."""
-    limits = _core.EndpointLimits()
-    grants = limits.grants
-    grants.wait_max_ns = 5 * S
-    limits.grants = grants
+    limits = endpoint_limits(wait_max_ns=5 * S)
     pair = Pair(limits)
     pair.ends["a"].expect(ID, "b")
     ask(pair, timeout_ns=100 * S)

@@ -88,12 +88,10 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
     assert not wrong
 
 
-def test_two_that_end_one_grant(nodes: Any, new_id: NewId) -> None:
+def test_two_that_end_one_grant(nodes: Any) -> None:
     """The second caller gets the same end."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=16)
-    transfer = new_id()
-    p.grant(transfer, np.arange(16))
-    d.pull(transfer, p, np.arange(16), lanes=[STREAM])
+    transfer = d.pull_granted(p, np.arange(16), np.arange(16), lanes=[STREAM])
     d.wait_begun(transfer)
     ends: list[native.GrantState] = []
     threads = [
@@ -256,13 +254,11 @@ def test_the_descriptor_is_not_readable_for_ever(nodes: Any, new_id: NewId) -> N
         sys.setswitchinterval(interval)
 
 
-def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: NewId) -> None:
+def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any) -> None:
     """The reader is told what ended it: that the rest went out as zeros is no broken byte."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=64, has_checksums=True)
     for round_ in range(12):
-        transfer = new_id()
-        p.grant(transfer, np.arange(64))
-        d.pull(transfer, p, np.arange(64), lanes=[STREAM])
+        transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[STREAM])
         d.wait_begun(transfer)
         time.sleep(0.001 * (round_ % 6))
         p.core.end_grant(transfer, native.GrantEvent.REVOKE)

@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError, GrantExpiredError, GrantRevokedError
+from tests.support.limits import endpoint_limits
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
@@ -120,10 +121,7 @@ def outlives_its_grant(p: Any, d: Any, new_id: NewId, **options: Any) -> bool:
 @each_lane
 def test_a_live_reader_renews_as_often_as_the_source_asks_for(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     """The reader's own idea of a grant's lifetime (10 s) is not the source's (0.6 s)."""
-    limits = native.EndpointLimits()
-    grants = limits.grants
-    grants.ttl_ns = 600_000_000
-    limits.grants = grants
+    limits = endpoint_limits(ttl_ns=600_000_000)
     p, d = nodes.pair(source={"limits": limits})
     assert outlives_its_grant(p, d, new_id, lanes=[lane])
 

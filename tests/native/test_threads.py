@@ -145,12 +145,10 @@ def thread_ticks() -> int:
     return total
 
 
-def test_idle_cores_use_no_cpu(nodes: Any, new_id: NewId) -> None:
+def test_idle_cores_use_no_cpu(nodes: Any) -> None:
     p, d = nodes.pair()
     for lane in (MAPPED, STREAM):
-        transfer = new_id()
-        p.grant(transfer, [1, 2])
-        d.pull(transfer, p, [1, 2], lanes=[lane])
+        transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[lane])
         assert d.wait_drained(transfer).state == COMMITTED
         p.wait_for(native.GrantEnded, id=transfer)
 
@@ -174,16 +172,14 @@ def blocked_by(name: str, before: set[str]) -> int | None:
     return None
 
 
-def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: NewId) -> None:
+def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any) -> None:
     """A handler that Python has is never run there; a fault there is reported by the process's fault handler. That
     holds for a thread that helps copying too, also where a caller that runs the event loop started it."""
     before = set(os.listdir("/proc/self/task"))
     p, d = nodes.pair(
         blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2, "progress": "caller"}}
     )
-    transfer = new_id()
-    p.grant(transfer, list(range(4096)))
-    d.pull(transfer, p, list(range(4096)), lanes=[MAPPED])
+    transfer = d.pull_granted(p, list(range(4096)), list(range(4096)), lanes=[MAPPED])
     d.core.wait(10 * 10**9)
     assert d.wait_drained(transfer).state == COMMITTED
     for name in ("kvxfer-io", "kvxfer-copy"):
@@ -206,7 +202,7 @@ def test_waiting_uses_little_cpu(nodes: Any, new_id: NewId) -> None:
     assert p.core.statistics().wakeups + d.core.statistics().wakeups - woken < 60
 
 
-def test_descriptors_and_threads_come_back(nodes: Any, new_id: NewId) -> None:
+def test_descriptors_and_threads_come_back(nodes: Any) -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -215,9 +211,7 @@ def test_descriptors_and_threads_come_back(nodes: Any, new_id: NewId) -> None:
     for _ in range(3):
         p, d = nodes.pair()
         for lane in (MAPPED, STREAM):
-            transfer = new_id()
-            p.grant(transfer, [1, 2])
-            d.pull(transfer, p, [1, 2], lanes=[lane])
+            transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[lane])
             assert d.wait_drained(transfer).state == COMMITTED
         assert d.core.statistics().mappings == 1
         for node in (p, d):
@@ -291,12 +285,10 @@ def test_calls_from_many_threads(nodes: Any, new_id: NewId) -> None:
     assert len(drained) > 50
 
 
-def test_end_grant_waits_for_the_send_under_way(nodes: Any, new_id: NewId) -> None:
+def test_end_grant_waits_for_the_send_under_way(nodes: Any) -> None:
     """Its GIL stays free meanwhile: another thread counts on."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=64)
-    transfer = new_id()
-    p.grant(transfer, np.arange(64))
-    d.pull(transfer, p, np.arange(64), lanes=[STREAM])
+    transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[STREAM])
     d.wait_begun(transfer)
     p.core.end_grant(transfer, native.GrantEvent.REVOKE)
     p.fill(0xAA)
