@@ -23,7 +23,9 @@ from tests.support.vllm_connector.pair import (
     PAGE,
     TRACE,
     Rank,
+    arrives,
     close_order,
+    code_of,
     finish_order,
     is_idle,
     load_order,
@@ -38,9 +40,7 @@ async def test_a_finished_prompt_is_pulled_without_a_word(ranks: tuple[Rank, Ran
     for layer in range(LAYERS):
         p.write(layer, [3, 4, 9], 1)
     p.source.begin_step(finish_order((3, 4, 9)))
-    over = await d.load(load_order(0, (7, 1, 2), has_direct=True))
-    assert over.error is None
-    assert (d.memory[:, [7, 1, 2]] == p.memory[:, [3, 4, 9]]).all()
+    over = await arrives(d.load(load_order(0, (7, 1, 2), has_direct=True)), p, [3, 4, 9], d, [7, 1, 2])
     assert (over.report.parts, over.report.bytes) == (1, LAYERS * 3 * PAGE)
     assert 0 < over.report.wire_seconds <= over.report.seconds
     await until(lambda: p.freed == ["r"])
@@ -80,9 +80,7 @@ async def test_only_what_is_missing_is_pulled(ranks: tuple[Rank, Rank]) -> None:
     for layer in range(LAYERS):
         p.write(layer, [3, 4, 9], 1)
     p.source.begin_step(finish_order((3, 4, 9)))
-    over = await d.load(load_order(1, (5, 6), has_direct=True))
-    assert over.error is None
-    assert (d.memory[:, [5, 6]] == p.memory[:, [4, 9]]).all()
+    await arrives(d.load(load_order(1, (5, 6), has_direct=True)), p, [4, 9], d, [5, 6])
     assert not d.memory[:, [0, 7]].any()
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
@@ -94,9 +92,7 @@ async def test_a_reader_may_come_before_the_step_that_keeps_the_prompt(ranks: tu
     await asyncio.sleep(0.05)
     p.forward(StepOrders(True), [3, 4, 9])
     p.source.begin_step(finish_order((3, 4, 9)))
-    over = await loading
-    assert over.error is None
-    assert (d.memory[:, [5, 6]] == p.memory[:, [4, 9]]).all()
+    await arrives(loading, p, [4, 9], d, [5, 6])
 
 
 @pytest.mark.parametrize("asks_at", ["before", "in the first step", "after the first step", "after all"])
@@ -126,9 +122,7 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
     p.source.begin_step(finish_order((0, 1, 2, 3, 4), "d"))
     await maybe_ask("after all")
     assert loading is not None
-    over = await loading
-    assert over.error is None
-    assert (d.memory[:, [5, 6, 7, 8]] == p.memory[:, [1, 2, 3, 4]]).all()
+    await arrives(loading, p, [1, 2, 3, 4], d, [5, 6, 7, 8])
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
     await is_idle(d)
@@ -165,9 +159,7 @@ async def test_load_of_a_closed_prompt_fails(ranks: tuple[Rank, Rank]) -> None:
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=False),)))
     assert not [pool for pool in p.agent.statistics().pools if pool.granted]
-    over = await loading
-    assert over.error is not None
-    assert over.error.code == "grant_revoked"
+    assert await code_of(loading) == "grant_revoked"
     assert p.freed == []
     await is_idle(d)
 
@@ -186,9 +178,7 @@ async def test_revoked_prompt_that_is_computed_again_is_asked_for_again(ranks: t
     p.source.begin_step(open_order(3))
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (7, 8, 9)),)), [7, 8, 9], 3)
     p.source.begin_step(finish_order((7, 8, 9), "d"))
-    over = await loading
-    assert over.error is None
-    assert (d.memory[:, [5, 6]] == p.memory[:, [8, 9]]).all()
+    over = await arrives(loading, p, [8, 9], d, [5, 6])
     assert (over.report.bytes, over.report.attempts) == (LAYERS * 2 * PAGE, 2)
     assert 0 < over.report.wire_seconds <= over.report.seconds
     await until(lambda: p.freed == ["r"])
@@ -218,9 +208,7 @@ async def test_a_source_that_takes_back_again_and_again_is_given_up(ranks: tuple
         p.source.begin_step(open_order(2))
         p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1,)),)), [1])
         p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=True),)))
-    over = await loading
-    assert over.error is not None
-    assert over.error.code == "grant_revoked"
+    assert await code_of(loading) == "grant_revoked"
     await is_idle(d)
 
 
@@ -265,9 +253,8 @@ async def test_of_replicas_one_is_read_and_all_are_let_go(ranks: tuple[Rank, Ran
     p, d = ranks
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
-    over = await d.load(dataclasses.replace(load_order(0, (5, 6), has_direct=True), sources=("p", "ghost")))
-    assert over.error is None
-    assert (d.memory[:, [5, 6]] == p.memory[:, [1, 2]]).all()
+    order = dataclasses.replace(load_order(0, (5, 6), has_direct=True), sources=("p", "ghost"))
+    await arrives(d.load(order), p, [1, 2], d, [5, 6])
     await until(lambda: p.freed == ["r"])
 
 
@@ -285,9 +272,7 @@ async def test_prompt_that_was_not_fetched_expires_and_a_late_reader_is_refused(
     p.source.begin_step(finish_order((1, 2)))
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
-    over = await d.load(load_order(0, (5, 6), has_direct=True))
-    assert over.error is not None
-    assert over.error.code == "grant_expired"
+    assert await code_of(d.load(load_order(0, (5, 6), has_direct=True))) == "grant_expired"
     assert not d.memory.any()
 
 
@@ -333,9 +318,7 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     p.source.begin_step(open_order(3))
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     d.loads.cancel("l")
-    over = await loading
-    assert over.error is not None
-    assert over.error.code == "cancelled"
+    assert await code_of(loading) == "cancelled"
     await is_idle(d)
     await until(lambda: not p.agent.statistics().grants.alive)
     p.source.begin_step(finish_order((1, 2, 3), "d"))
@@ -372,9 +355,7 @@ async def test_a_cancel_of_what_the_forward_thread_pulls_ends_it(ranks: tuple[Ra
     loading = d.load(load_order(0, (5, 6, 7), has_direct=True))
     await until(lambda: "l" in d.loads._fetches)
     d.loads.cancel("l")
-    over = await asyncio.wait_for(loading, 5.0)
-    assert over.error is not None
-    assert over.error.code == "cancelled"
+    assert await code_of(asyncio.wait_for(loading, 5.0)) == "cancelled"
     p.source.begin_step(finish_order((1, 2, 3), "d"))
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
@@ -385,9 +366,7 @@ async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Ran
     _, d = ranks
     loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
     d.loads.cancel("l")
-    over = await asyncio.wait_for(loading, 5.0)
-    assert over.error is not None
-    assert over.error.code == "cancelled"
+    assert await code_of(asyncio.wait_for(loading, 5.0)) == "cancelled"
     await is_idle(d)
 
 
@@ -420,9 +399,7 @@ async def test_another_prompt_is_refused(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
-    over = await d.load(load_order(0, (5, 6), has_direct=True, content_digest=b"x" * 32))
-    assert over.error is not None
-    assert over.error.code == "incompatible"
+    assert await code_of(d.load(load_order(0, (5, 6), has_direct=True, content_digest=b"x" * 32))) == "incompatible"
     assert not d.memory.any()
 
 
@@ -430,15 +407,11 @@ async def test_a_prompt_for_another_reader_is_refused(ranks: tuple[Rank, Rank]) 
     p, d = ranks
     p.source.begin_step(open_order(2, reader="other"))
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
-    over = await d.load(load_order(0, (5, 6), has_direct=False))
-    assert over.error is not None
-    assert over.error.code == "refused"
+    assert await code_of(d.load(load_order(0, (5, 6), has_direct=False))) == "refused"
     assert not d.memory.any()
 
 
 async def test_load_from_an_unknown_source_fails_as_peer_gone(ranks: tuple[Rank, Rank]) -> None:
     _, d = ranks
     order = dataclasses.replace(load_order(0, (5, 6), has_direct=False), sources=("ghost",))
-    over = await d.load(order)
-    assert over.error is not None
-    assert over.error.code == "peer_gone"
+    assert await code_of(d.load(order)) == "peer_gone"
