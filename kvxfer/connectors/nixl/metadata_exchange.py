@@ -79,18 +79,17 @@ class MetadataExchange:
 
     def send(self, host: str, port: int) -> None:
         """Raises nixlInvalidParamError where there is neither an address nor a store; so do the others."""
-        blob, store = self._endpoint.metadata(), self._central(host, port)
-        if store is None:
-            self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
-        else:
-            self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, DEFAULT_LABEL, blob))
+        blob = self._endpoint.metadata()
+        self._send(self._central(host, port), blob, host, port, DEFAULT_LABEL)
 
     def send_partial(self, descs: nixlRegDList, has_connection: bool, host: str, port: int, label: str) -> None:
         check_text("label", label)
         store = self._central(host, port)
         if store is not None and not label:
             raise nixlInvalidParamError(f"partial metadata for {store.NAME} needs a label")
-        blob = self._endpoint.partial_metadata(descs, has_connection=has_connection)
+        self._send(store, self._endpoint.partial_metadata(descs, has_connection=has_connection), host, port, label)
+
+    def _send(self, store: MetadataStore | None, blob: bytes, host: str, port: int, label: str) -> None:
         if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:
