@@ -144,9 +144,9 @@ class RegionPoster:
             notification,
             now,
         )
-        post = process.endpoint.push if plan.is_push else process.endpoint.fetch
+        start = process.endpoint.push if plan.is_push else process.endpoint.fetch
         try:
-            effects = post(
+            effects = start(
                 plan.id, plan.peer_ref, *self._list(local_region, local), *self._list(remote_region, remote),
                 list(plan.lanes), now + plan.deadline_ns, rng.getrandbits(64), now, notification, plan.has_checksums,
             )  # fmt: skip
