@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.virtual_clock import MS, S
@@ -58,8 +60,12 @@ class FarPair(RegionPair):
         return self.now - begun
 
 
-def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall() -> None:
-    pair = FarPair()
+@pytest.fixture
+def pair() -> FarPair:
+    return FarPair()
+
+
+def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall(pair: FarPair) -> None:
     pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
@@ -69,8 +75,7 @@ def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fift
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_one_that_answers_is_kept_and_asked_once() -> None:
-    pair = FarPair()
+def test_one_that_answers_is_kept_and_asked_once(pair: FarPair) -> None:
     pair.fetch(1)
     pings = pair.pings
     for number in range(2, 6):
@@ -80,8 +85,7 @@ def test_one_that_answers_is_kept_and_asked_once() -> None:
     assert pair.dials == 1
 
 
-def test_idle_session_sends_no_ping_and_sets_no_deadline() -> None:
-    pair = FarPair()
+def test_idle_session_sends_no_ping_and_sets_no_deadline(pair: FarPair) -> None:
     pair.fetch(1)
     pair.advance(20 * S)  # the grant's end is the last that is due
     pings = pair.pings
@@ -90,8 +94,7 @@ def test_idle_session_sends_no_ping_and_sets_no_deadline() -> None:
     assert pair.pings == pings
 
 
-def test_transfers_without_a_pause_ask_nothing() -> None:
-    pair = FarPair()
+def test_transfers_without_a_pause_ask_nothing(pair: FarPair) -> None:
     pair.fetch(1)
     pings = pair.pings
     for number in range(2, 30):
@@ -100,9 +103,8 @@ def test_transfers_without_a_pause_ask_nothing() -> None:
     assert pair.pings == pings
 
 
-def test_a_slow_answer_costs_one_session_too_many_and_no_more() -> None:
+def test_a_slow_answer_costs_one_session_too_many_and_no_more(pair: FarPair) -> None:
     """It comes after another was dialed: both are good, and the next time a late answer ends one of them."""
-    pair = FarPair()
     pair.fetch(1)
     for number in range(2, 8):
         pair.advance(60 * S)
@@ -117,8 +119,7 @@ def test_a_slow_answer_costs_one_session_too_many_and_no_more() -> None:
         assert pair.ends["b"].counts().sessions_up <= 2
 
 
-def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> None:
-    pair = FarPair()
+def test_a_notification_probes_too_and_a_session_that_stays_silent_ends(pair: FarPair) -> None:
     pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
@@ -133,10 +134,9 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> Non
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_operations_that_move_to_an_overdue_session_set_no_past_deadline() -> None:
+def test_operations_that_move_to_an_overdue_session_set_no_past_deadline(pair: FarPair) -> None:
     """Two sessions were asked, and no operation waited for their answers: the next fetch finds the one, then the
     other."""
-    pair = FarPair()
     pair.fetch(1)
     pair.advance(60 * S)
     pair._dial("b", SimpleNamespace(peer=pair.refs["a"], kind=SessionKind.TCP))
@@ -154,8 +154,7 @@ def test_operations_that_move_to_an_overdue_session_set_no_past_deadline() -> No
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_where_no_other_can_be_dialed_the_old_patience_holds() -> None:
-    pair = FarPair()
+def test_where_no_other_can_be_dialed_the_old_patience_holds(pair: FarPair) -> None:
     pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
