@@ -27,9 +27,8 @@ from tests.support.vllm_connector.pair import (
 )
 
 
-async def test_blocks_of_another_prompt_of_the_step_are_announced_once_written(ranks: tuple[Rank, Rank]) -> None:
+async def test_blocks_of_another_prompt_of_the_step_are_announced_once_written(p: Rank, d: Rank) -> None:
     """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
-    p, d = ranks
     p.memory[...] = 0xEE  # another prompt's
     half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id, adapter_fingerprint=str)
     for seed, name in enumerate("ab", 1):
@@ -66,8 +65,7 @@ async def test_blocks_of_another_prompt_of_the_step_are_announced_once_written(r
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [3, 4, 7]]).all()
 
 
-async def test_blocks_of_a_failed_forward_are_never_committed(ranks: tuple[Rank, Rank]) -> None:
-    p, d = ranks
+async def test_blocks_of_a_failed_forward_are_never_committed(p: Rank, d: Rank) -> None:
     p.memory[...] = 0xEE
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
     await asyncio.sleep(0.05)
@@ -82,9 +80,8 @@ async def test_blocks_of_a_failed_forward_are_never_committed(ranks: tuple[Rank,
     await is_idle(d)
 
 
-async def test_blocks_of_a_forward_with_unknown_end_are_never_committed(ranks: tuple[Rank, Rank]) -> None:
+async def test_blocks_of_a_forward_with_unknown_end_are_never_committed(p: Rank, d: Rank) -> None:
     """Where vLLM defers the end of a step to the draft model, a forward that raises has none: the next step begins."""
-    p, d = ranks
     p.memory[...] = 0xEE
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
     await until(lambda: bool(p.source._early))
@@ -98,8 +95,7 @@ async def test_blocks_of_a_forward_with_unknown_end_are_never_committed(ranks: t
     await is_idle(d)
 
 
-async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ranks: tuple[Rank, Rank]) -> None:
-    p, d = ranks
+async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(p: Rank, d: Rank) -> None:
     p.source.begin_step(open_order(3))
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (4, 5, 6)),)), [4, 5, 6])
     p.source.begin_step(finish_order((4, 5, 6), "d"))
@@ -108,9 +104,8 @@ async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ra
 
 
 async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
-    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+    p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = ranks
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
     await asyncio.sleep(0.05)
     notify, refusals = p.agent.notify, iter(range(3))
@@ -131,8 +126,7 @@ async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
 
 
 @pytest.mark.parametrize("has_asked", [True, False])
-async def test_an_engine_that_will_not_be_the_reader_cannot_let_go(ranks: tuple[Rank, Rank], has_asked: bool) -> None:
-    p, d = ranks
+async def test_an_engine_that_will_not_be_the_reader_cannot_let_go(p: Rank, d: Rank, has_asked: bool) -> None:
     if not has_asked:
         p.source.on_message("other", Release(new_id(), 0, 1))
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
