@@ -20,9 +20,7 @@ from kvxfer.protocol.directory import (
     OrderDrain,
 )
 from kvxfer.protocol.mirror import Mirror
-from kvxfer.types import (
-    Load,
-)
+from kvxfer.types import Load
 from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, hello
 
 

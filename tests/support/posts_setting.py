@@ -11,9 +11,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import (
-    LimitExceededError,
-)
+from kvxfer.errors import LimitExceededError
 from kvxfer.transport import transfers
 from kvxfer.transport.base import PostOrder, StartPost
 from kvxfer.transport.engine import Op, RemotePeer, TransferBatch, TransferEngine, TransferPlan

@@ -19,14 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from kvxfer.connectors.nixl.backends import PLUGINS, Backends, plugin_of
-from kvxfer.connectors.nixl.dlists import (
-    as_bytes,
-    as_name,
-    nixlRegDList,
-    nixlRemoteDList,
-    nixlXferDList,
-    strided_rows,
-)
+from kvxfer.connectors.nixl.dlists import as_bytes, as_name, nixlRegDList, nixlRemoteDList, nixlXferDList, strided_rows
 from kvxfer.connectors.nixl.endpoint import Endpoint
 from kvxfer.connectors.nixl.enums import (
     DEFAULT_COMM_PORT,

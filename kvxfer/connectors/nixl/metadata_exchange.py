@@ -17,11 +17,7 @@ from typing import Protocol
 from kvxfer.connectors.nixl import p2p
 from kvxfer.connectors.nixl.dlists import check_text, nixlRegDList
 from kvxfer.connectors.nixl.endpoint import Endpoint
-from kvxfer.connectors.nixl.errors import (
-    nixlBackendError,
-    nixlInvalidParamError,
-    nixlNotAllowedError,
-)
+from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotAllowedError
 from kvxfer.connectors.nixl.settings import Settings
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 from kvxfer.errors import KvxferError
