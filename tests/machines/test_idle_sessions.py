@@ -62,11 +62,13 @@ class FarPair(RegionPair):
 
 @pytest.fixture
 def pair() -> FarPair:
-    return FarPair()
+    """With a session that one fetch has used."""
+    made = FarPair()
+    made.fetch(1)
+    return made
 
 
 def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall(pair: FarPair) -> None:
-    pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
     assert pair.fetch(2) <= STALL // 5 + 20 * MS
@@ -76,7 +78,6 @@ def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fift
 
 
 def test_one_that_answers_is_kept_and_asked_once(pair: FarPair) -> None:
-    pair.fetch(1)
     pings = pair.pings
     for number in range(2, 6):
         pair.advance(60 * S)
@@ -86,7 +87,6 @@ def test_one_that_answers_is_kept_and_asked_once(pair: FarPair) -> None:
 
 
 def test_idle_session_sends_no_ping_and_sets_no_deadline(pair: FarPair) -> None:
-    pair.fetch(1)
     pair.advance(20 * S)  # the grant's end is the last that is due
     pings = pair.pings
     assert min(end.next_deadline() for end in pair.ends.values()) > pair.now + 3600 * S
@@ -95,7 +95,6 @@ def test_idle_session_sends_no_ping_and_sets_no_deadline(pair: FarPair) -> None:
 
 
 def test_transfers_without_a_pause_ask_nothing(pair: FarPair) -> None:
-    pair.fetch(1)
     pings = pair.pings
     for number in range(2, 30):
         pair.advance(STALL // 5)
@@ -105,7 +104,6 @@ def test_transfers_without_a_pause_ask_nothing(pair: FarPair) -> None:
 
 def test_a_slow_answer_costs_one_session_too_many_and_no_more(pair: FarPair) -> None:
     """It comes after another was dialed: both are good, and the next time a late answer ends one of them."""
-    pair.fetch(1)
     for number in range(2, 8):
         pair.advance(60 * S)
         pair.post("b", "fetch", bytes([number]) * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
@@ -120,7 +118,6 @@ def test_a_slow_answer_costs_one_session_too_many_and_no_more(pair: FarPair) -> 
 
 
 def test_a_notification_probes_too_and_a_session_that_stays_silent_ends(pair: FarPair) -> None:
-    pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
     _, effects = pair.ends["b"].notify(pair.refs["a"], b"n", pair.now)
@@ -137,7 +134,6 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends(pair: Fa
 def test_operations_that_move_to_an_overdue_session_set_no_past_deadline(pair: FarPair) -> None:
     """Two sessions were asked, and no operation waited for their answers: the next fetch finds the one, then the
     other."""
-    pair.fetch(1)
     pair.advance(60 * S)
     pair._dial("b", SimpleNamespace(peer=pair.refs["a"], kind=SessionKind.TCP))
     pair.run()
@@ -155,7 +151,6 @@ def test_operations_that_move_to_an_overdue_session_set_no_past_deadline(pair: F
 
 
 def test_where_no_other_can_be_dialed_the_old_patience_holds(pair: FarPair) -> None:
-    pair.fetch(1)
     pair.advance(60 * S)
     pair.swallow()
     pair.reachable = False
