@@ -31,7 +31,6 @@ from tests.support.sglang_core.cores import (
 )
 from tests.support.sglang_core.held_reads import held_reads
 
-Ranks = tuple[Rank, Rank]
 STATES = ("begun", "accepted", "queued", "chunk", "fenced", "all sent")
 
 
@@ -62,8 +61,7 @@ def bring_to(state: str, p: Rank, d: Rank, room: int = 5) -> threading.Event:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: str) -> None:
-    p, d = ranks
+def test_an_abort_by_prefill_ends_the_room_on_both_sides(p: Rank, d: Rank, state: str) -> None:
     fence = bring_to(state, p, d)
     p.sources.abort(5, "the client hung up")
     p.write(p.kv, (7, 8, 9), 2)  # the pages are another prompt's at once
@@ -90,8 +88,7 @@ def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: st
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_an_abort_by_decode_ends_the_room_on_both_sides(ranks: Ranks, state: str) -> None:
-    p, d = ranks
+def test_an_abort_by_decode_ends_the_room_on_both_sides(p: Rank, d: Rank, state: str) -> None:
     fence = bring_to(state, p, d)
     d.destinations.abort(5, "the client hung up")
     d.destinations.abort(5, "again")
@@ -115,8 +112,7 @@ def test_an_abort_by_decode_ends_the_room_on_both_sides(ranks: Ranks, state: str
     idle(p, d)
 
 
-def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(p: Rank, d: Rank) -> None:
     begin(p, d, 5, (1,), 0)
     d.destinations.abort(5, "the client hung up")
     d.wait("failed", 5)
@@ -125,8 +121,7 @@ def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(ran
     assert p.wait("unsent", 5, 1.0)[2] in ("cancelled", "grant_released")
 
 
-def test_endings_after_the_end_change_nothing(ranks: Ranks) -> None:
-    p, d = ranks
+def test_endings_after_the_end_change_nothing(p: Rank, d: Rank) -> None:
     open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
@@ -146,8 +141,7 @@ def test_endings_after_the_end_change_nothing(ranks: Ranks) -> None:
     assert d.events == [("done", 5)]
 
 
-def test_a_room_is_drained_only_once_no_read_is_under_way(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_is_drained_only_once_no_read_is_under_way(p: Rank, d: Rank) -> None:
     with held_reads(d) as release:
         open_room(p, d, 5, (1, 2), 0)
         p.sources.send(5, 0, (7, 8), is_last=False)
@@ -164,8 +158,7 @@ def test_a_room_is_drained_only_once_no_read_is_under_way(ranks: Ranks) -> None:
         assert d.destinations.is_drained(5)
 
 
-def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(p: Rank, d: Rank) -> None:
     with held_reads(d) as release:
         open_room(p, d, 5, (1, 2), 0)
         p.sources.send(5, 0, (7, 8), is_last=False)
@@ -211,15 +204,13 @@ def test_a_prefill_engine_that_makes_no_step_is_given_up(tmp_path: pathlib.Path)
         assert p.wait("unsent", 5)[2] in ("peer_gone", "grant_released")
 
 
-def test_a_wait_ends_when_its_time_is_over(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_wait_ends_when_its_time_is_over(p: Rank, d: Rank) -> None:
     open_room(p, d, 5, (1,), 0, timeout_s=0.4)
     assert d.wait("failed", 5, 3.0)[2] == "deadline"
     p.wait("unsent", 5, 1.0)
 
 
-def test_a_room_in_use_is_refused_by_name(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_in_use_is_refused_by_name(p: Rank, d: Rank) -> None:
     p.sources.accept(5)
     with pytest.raises(InvalidArgumentError, match="room 5 is in use"):
         p.sources.accept(5)
@@ -276,8 +267,7 @@ def test_engines_that_differ_are_refused_with_the_field_and_both_values(
         check(p, d)
 
 
-def test_weights_that_are_unknown_from_now_on_are_refused(ranks: Ranks) -> None:
-    p, d = ranks
+def test_weights_that_are_unknown_from_now_on_are_refused(p: Rank, d: Rank) -> None:
     open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
@@ -289,8 +279,7 @@ def test_weights_that_are_unknown_from_now_on_are_refused(ranks: Ranks) -> None:
     assert "they were updated" in text
 
 
-def test_more_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
-    p, d = ranks
+def test_more_pages_than_are_wanted_fail_the_room(p: Rank, d: Rank) -> None:
     open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7, 8), is_last=True, aux_row=0)
     _, _, code, text = p.wait("unsent", 5, 1.0)
@@ -298,8 +287,7 @@ def test_more_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
     assert d.wait("failed", 5, 1.0)[2] == "invalid_argument"
 
 
-def test_fewer_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
-    p, d = ranks
+def test_fewer_pages_than_are_wanted_fail_the_room(p: Rank, d: Rank) -> None:
     open_room(p, d, 5, (1, 2), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     _, _, code, text = d.wait("failed", 5, 1.0)
@@ -309,8 +297,7 @@ def test_fewer_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rows", [(99,), (-1,), ((1, 2),), (1.5,)])
-def test_rows_that_there_are_none_of_are_refused(ranks: Ranks, rows: Any) -> None:
-    p, d = ranks
+def test_rows_that_there_are_none_of_are_refused(p: Rank, d: Rank, rows: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         d.destinations.begin(5, new_id(), [("p", 0)], rows, 0)
     open_room(p, d, 5, (1,), 0)
@@ -340,8 +327,7 @@ def test_an_engine_that_stops_tells_its_peers(tmp_path: pathlib.Path) -> None:
             d.destinations.begin(8, new_id(), [("p", 0)], (2,), 1)
 
 
-def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(ranks: Ranks) -> None:
-    p, d = ranks
+def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(p: Rank, d: Rank) -> None:
     begin(p, d, 5, (1,), 0)
     until(lambda: p.core.statistics().agent.grants.pulls_waiting == 1)
     p.core.stop()
@@ -369,8 +355,7 @@ def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path
         ranks[side].core.stop()
 
 
-def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(p: Rank, d: Rank) -> None:
     transfer_id = new_id()
     p.sources.accept(5)
     d.destinations.begin(5, transfer_id, [("p", 0)], (1,), 0)

@@ -27,8 +27,6 @@ from tests.support.sglang_core.cores import (
     until,
 )
 
-Ranks = tuple[Rank, Rank]
-
 
 @pytest.mark.parametrize("lane", [Lane.CMA, Lane.UNIX, Lane.STREAM])
 def test_one_chunk_arrives_with_its_states_and_auxiliary_row(tmp_path: pathlib.Path, lane: Lane) -> None:
@@ -54,8 +52,7 @@ def test_one_chunk_arrives_with_its_states_and_auxiliary_row(tmp_path: pathlib.P
         idle(p, d)
 
 
-def test_chunks_are_read_while_later_ones_are_computed(ranks: Ranks) -> None:
-    p, d = ranks
+def test_chunks_are_read_while_later_ones_are_computed(p: Rank, d: Rank) -> None:
     source, target = list(range(10, 22)), list(range(24, 12, -1))
     open_room(p, d, 1, target, 0)
     for at in range(0, 12, 4):
@@ -71,8 +68,7 @@ def test_chunks_are_read_while_later_ones_are_computed(ranks: Ranks) -> None:
     p.wait("sent", 1)
 
 
-def test_many_rooms_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_many_rooms_at_once(p: Rank, d: Rank) -> None:
     copies = []
     for room in range(8):
         source, target = list(range(room * 4, room * 4 + 4)), list(range(36 - room * 4, 40 - room * 4))
@@ -94,9 +90,8 @@ def test_many_rooms_at_once(ranks: Ranks) -> None:
     idle(p, d)
 
 
-def test_an_empty_last_chunk_brings_the_auxiliary_row_alone(ranks: Ranks) -> None:
+def test_an_empty_last_chunk_brings_the_auxiliary_row_alone(p: Rank, d: Rank) -> None:
     """All pages were on decode before."""
-    p, d = ranks
     p.write(p.aux, (1,), 5)
     open_room(p, d, 3, (), 6)
     p.sources.send(3, 0, (), is_last=True, aux_row=1)
@@ -105,8 +100,7 @@ def test_an_empty_last_chunk_brings_the_auxiliary_row_alone(ranks: Ranks) -> Non
     check(p, d, Copy(aux=((1,), (6,))))
 
 
-def test_only_the_suffix_is_sent_that_decode_wants(ranks: Ranks) -> None:
-    p, d = ranks
+def test_only_the_suffix_is_sent_that_decode_wants(p: Rank, d: Rank) -> None:
     p.write(p.kv, (4, 5, 6), 1)
     p.write(p.aux, (0,), 2)
     open_room(p, d, 3, (11, 12, 13), 0)
@@ -116,8 +110,7 @@ def test_only_the_suffix_is_sent_that_decode_wants(ranks: Ranks) -> None:
     check(p, d, Copy(((4, 5, 6), (11, 12, 13)), ((0,), (0,))))
 
 
-def test_it_is_done_only_after_the_auxiliary_row(ranks: Ranks) -> None:
-    p, d = ranks
+def test_it_is_done_only_after_the_auxiliary_row(p: Rank, d: Rank) -> None:
     p.write(p.kv, (4, 5), 1)
     open_room(p, d, 3, (1, 2), 0)
     p.sources.send(3, 0, (4, 5), is_last=False)
@@ -133,8 +126,7 @@ def test_it_is_done_only_after_the_auxiliary_row(ranks: Ranks) -> None:
     assert d.destinations.is_drained(3)
 
 
-def test_pages_behind_a_fence_are_read_once_it_is_passed(ranks: Ranks) -> None:
-    p, d = ranks
+def test_pages_behind_a_fence_are_read_once_it_is_passed(p: Rank, d: Rank) -> None:
     written = threading.Event()
     open_room(p, d, 3, (1, 2), 0)
     started_s = time.monotonic()
@@ -149,8 +141,7 @@ def test_pages_behind_a_fence_are_read_once_it_is_passed(ranks: Ranks) -> None:
     check(p, d, Copy(((4, 5), (1, 2)), ((0,), (0,))))
 
 
-def test_a_fence_that_fails_fails_the_room(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_fence_that_fails_fails_the_room(p: Rank, d: Rank) -> None:
 
     def fence() -> None:
         raise RuntimeError("the GPU is on fire")
@@ -179,8 +170,7 @@ def test_two_decode_ranks_read_one_room(tmp_path: pathlib.Path) -> None:
         check(p, other, Copy(((4, 5), (8, 7)), ((0,), (5,))))
 
 
-def test_a_room_is_used_again_after_it_was_cleared(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_is_used_again_after_it_was_cleared(p: Rank, d: Rank) -> None:
     for round_ in range(3):
         p.write(p.kv, (4, 5), round_)
         p.write(p.aux, (0,), 10 + round_)
@@ -195,9 +185,8 @@ def test_a_room_is_used_again_after_it_was_cleared(ranks: Ranks) -> None:
         d.events.clear()
 
 
-def test_a_room_without_readers_is_done_when_all_is_sent(ranks: Ranks) -> None:
+def test_a_room_without_readers_is_done_when_all_is_sent(p: Rank) -> None:
     """All its peers are dummies."""
-    p, _ = ranks
     p.sources.accept(3)
     p.sources.send(3, 0, (4,), is_last=True, aux_row=0)
     p.wait("sent", 3)
