@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import PeerGoneError
+from tests.support.native.nodes import NewId
 
 KEY = b"g" * 32
-NewId = Callable[[], bytes]
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 
 

@@ -21,14 +21,13 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.native.lying_source import KEY, LyingSource
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 from tests.support.restricted import NOT_APPLICABLE, Restrictions, restricted
 
 CMA, STREAM = native.Lane.CMA, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
 BLOCK, BLOCKS = 4096, 16
 BYTES = BLOCK * BLOCKS
-NewId = Callable[[], bytes]
 
 pytestmark = needs_cma
 
@@ -92,9 +91,8 @@ def test_unexposed_pool_is_read_by_stream_not_cma(nodes: Any) -> None:
     assert d.content([3, 4]) == p.content([1, 2])
 
 
-def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> None:
+def test_memory_that_went_before_the_word_of_it(p: Any, d: Any, new_id: NewId) -> None:
     """Where the source knows of nothing, the next lane shows that it is the memory, and no lane, that is missing."""
-    p, d = nodes.pair()
     memory = mmap.mmap(-1, BYTES)
     address = address_of(memory)
     region_id = 900

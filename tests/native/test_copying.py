@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 
 MAPPED, CMA = native.Lane.MAPPED, native.Lane.CMA
 MIB = 1 << 20
 POISON = 0xEE
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize(
     "lane", [pytest.param(MAPPED, id="mapped"), pytest.param(CMA, id="cma", marks=needs_cma)]
 )

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import ClosedError, GrantUnknownError, LimitExceededError
 from tests.support import child
+from tests.support.native.nodes import NewId
 
 STREAM = native.Lane.STREAM
-NewId = Callable[[], bytes]
 
 
 def test_final_is_told_before_drained_while_a_send_is_waited_for(nodes: Any, new_id: NewId) -> None:
@@ -126,9 +125,8 @@ def test_frame_before_the_proof_is_refused_early(nodes: Any) -> None:
         assert "before the session was proven" in p.wait_for(native.SessionRefused).text
 
 
-def test_untaken_notifications_are_bounded(nodes: Any) -> None:
+def test_untaken_notifications_are_bounded(p: Any, d: Any) -> None:
     """Empty ones too; and none is lost by it."""
-    p, d = nodes.pair()
     sent = 0
     end = time.monotonic() + 30
     while sent < 67000 and time.monotonic() < end:
@@ -293,9 +291,8 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
 
 @pytest.mark.nightly  # 66,000 posts
 @pytest.mark.no_sanitizer  # a minute of the same two threads
-def test_untaken_ended_offers_are_bounded(nodes: Any) -> None:
+def test_untaken_ended_offers_are_bounded(p: Any, d: Any) -> None:
     """By the oldest of them; nothing else is lost."""
-    p, d = nodes.pair()
     source, target = p.register(4096), d.register(4096)
     p.core.notify(d.ref, b"before")
     size = 32

@@ -14,9 +14,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.limits import endpoint_limits
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 
-NewId = Callable[[], bytes]
 KEY = b"k" * 32
 MAPPED, CMA, UNIX, STREAM = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UNIX, native.Lane.STREAM
 WINDOW_BYTES = 128 * 1024

@@ -22,9 +22,9 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import InvalidArgumentError
+from tests.support.native.nodes import NewId
 
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 MakePair = Callable[..., tuple[Any, Any]]
 LANES = [native.Lane.MAPPED, native.Lane.UNIX, native.Lane.STREAM]
 SECOND = 10**9

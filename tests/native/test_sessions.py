@@ -6,7 +6,6 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,10 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerGoneError, TransportError
 from tests.support.native.cutting_proxy import CuttingProxy
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 KEY = b"k" * 32
 

@@ -6,18 +6,17 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvxfer._native import _core as native
 from tests.support.limits import endpoint_limits
-from tests.support.native.nodes import DIGEST
+from tests.support.native.nodes import DIGEST, NewId
 from tests.support.native.own_sockets import own_sockets, ports
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 SO_BUF_LOCK, SEND_LOCK = 72, 1
 """asm-generic/socket.h: which buffers were given a size, and are not the kernel's to size any more."""
 

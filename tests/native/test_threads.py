@@ -15,7 +15,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError, ClosedError, InvalidArgumentError, KvxferError
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 
@@ -145,8 +144,7 @@ def thread_ticks() -> int:
     return total
 
 
-def test_idle_cores_use_no_cpu(nodes: Any) -> None:
-    p, d = nodes.pair()
+def test_idle_cores_use_no_cpu(p: Any, d: Any) -> None:
     for lane in (MAPPED, STREAM):
         transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[lane])
         assert d.wait_drained(transfer).state == COMMITTED
@@ -190,9 +188,8 @@ def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any) -> None:
             assert bool(mask >> (number - 1) & 1) == (number not in FAULTS), (name, number)
 
 
-def test_waiting_uses_little_cpu(nodes: Any, new_id: NewId) -> None:
+def test_waiting_uses_little_cpu(p: Any, d: Any, new_id: NewId) -> None:
     """A live grant and a pull that waits for more of it cost a handful of wakeups a second."""
-    p, d = nodes.pair()
     transfer = new_id()
     p.grant(transfer, [1, 2], ready=1)
     d.pull(transfer, p, [1, 2])
@@ -371,8 +368,7 @@ def test_blocks_outside_of_the_region(nodes: Any, segments: list[tuple[int, int,
     assert [pool.pool for pool in p.core.counts().pools] == [7]
 
 
-def test_remove_pool_in_use(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_remove_pool_in_use(p: Any, d: Any, new_id: NewId) -> None:
     transfer = new_id()
     p.grant(transfer, [1])
     with pytest.raises(BlocksBusyError):

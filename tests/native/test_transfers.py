@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 
 
@@ -94,8 +93,7 @@ def test_ready_step_by_step(nodes: Any, new_id: NewId, lane: native.Lane) -> Non
 
 
 @each_lane
-def test_pull_before_grant_and_the_tail_only(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair()
+def test_pull_before_grant_and_the_tail_only(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     transfer = new_id()
     d.pull(transfer, p, [3, 1, 2], lanes=[lane], first=5)
     d.wait_for(native.SessionUp)
@@ -169,8 +167,7 @@ def test_incompatible_pools(nodes: Any) -> None:
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.incompatible)
 
 
-def test_notifications(nodes: Any) -> None:
-    p, d = nodes.pair()
+def test_notifications(p: Any, d: Any) -> None:
     numbers = [p.core.notify(d.ref, bytes([i]) * i) for i in range(50)]
     assert numbers == list(range(1, 51))
     d.wait(lambda _: len(d.find(native.NotifReceived)) == 50)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError
-from tests.support.native.nodes import UCX_LIBRARY, needs_ucx
+from tests.support.native.nodes import UCX_LIBRARY, NewId, needs_ucx
 
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
 COMMITTED, FAILED, CANCELLED = (
@@ -25,7 +24,6 @@ COMMITTED, FAILED, CANCELLED = (
     native.TransferState.CANCELLED,
 )
 POISON = 0xEE
-NewId = Callable[[], bytes]
 
 pytestmark = needs_ucx
 each_tls = pytest.mark.parametrize("tls", ["", "tcp"], ids=["local", "tcp"])

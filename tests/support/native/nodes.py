@@ -9,7 +9,7 @@ import pathlib
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ LANES = [native.Lane.MAPPED, native.Lane.STREAM]
 UCX_LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
 needs_ucx = pytest.mark.skipif(not UCX_LIBRARY.path, reason=ucx.missing(UCX_LIBRARY))
 needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
+NewId: TypeAlias = Callable[[], bytes]
 _regions = itertools.count(100)
 
 
