@@ -20,13 +20,7 @@ import grpc.aio
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
-from kvxfer.errors import (
-    ClosedError,
-    CoordinatorUnavailableError,
-    KvxferError,
-    OverloadedError,
-    ProtocolError,
-)
+from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError, ProtocolError
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.rpc import convert

@@ -37,3 +37,13 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Agent, Age
             await stack.enter_async_context(agent)
         introduce(*agents)
         yield agents[0], agents[1]
+
+
+@pytest.fixture
+def source(pair: tuple[Agent, Agent]) -> Agent:
+    return pair[0]
+
+
+@pytest.fixture
+def destination(pair: tuple[Agent, Agent]) -> Agent:
+    return pair[1]

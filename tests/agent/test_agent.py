@@ -41,8 +41,7 @@ def fill(agent: Agent) -> np.ndarray:
     return array
 
 
-async def test_a_pull_moves_the_bytes_and_says_how(pair: Pair) -> None:
-    source, destination = pair
+async def test_a_pull_moves_the_bytes_and_says_how(source: Agent, destination: Agent) -> None:
     data, into = fill(source), destination.pools[0].array
     transfer_id = fresh_id()
     grant = source.grant(source.pools[0], [5, 3, 1], transfer_id=transfer_id, reader="destination", ready_blocks=2)
@@ -69,8 +68,7 @@ async def test_a_pull_moves_the_bytes_and_says_how(pair: Pair) -> None:
     assert destination.statistics().is_idle
 
 
-async def test_lanes_can_be_named(pair: Pair) -> None:
-    source, destination = pair
+async def test_lanes_can_be_named(source: Agent, destination: Agent) -> None:
     if source.address.tcp_port == 0:
         with pytest.raises(LaneUnavailableError, match="not served here"):
             await destination.pull(
@@ -89,9 +87,8 @@ async def test_lanes_can_be_named(pair: Pair) -> None:
     assert (destination.pools[0].array[0] == data[7]).all()
 
 
-async def test_why_a_lane_was_passed_over(pair: Pair) -> None:
+async def test_why_a_lane_was_passed_over(source: Agent, destination: Agent) -> None:
     """The lane that is likely faster goes first, and the other says so."""
-    source, destination = pair
     if source.address.tcp_port == 0:
         return
     transfer_id = fresh_id()
@@ -105,8 +102,7 @@ async def test_why_a_lane_was_passed_over(pair: Pair) -> None:
     )
 
 
-async def test_failures_have_names(pair: Pair) -> None:
-    source, destination = pair
+async def test_failures_have_names(source: Agent, destination: Agent) -> None:
     pool, into = source.pools[0], destination.pools[0]
     revoked, expired, waiting = fresh_id(), fresh_id(), fresh_id()
     grant = source.grant(pool, [1], transfer_id=revoked)
@@ -132,8 +128,7 @@ async def test_failures_have_names(pair: Pair) -> None:
     assert destination.statistics().is_idle
 
 
-async def test_wrong_calls_raise_where_they_are_made(pair: Pair) -> None:
-    source, destination = pair
+async def test_wrong_calls_raise_where_they_are_made(source: Agent, destination: Agent) -> None:
     pool, into = source.pools[0], destination.pools[0]
     transfer_id = fresh_id()
     source.grant(pool, [1], transfer_id=transfer_id)
@@ -157,8 +152,7 @@ async def test_wrong_calls_raise_where_they_are_made(pair: Pair) -> None:
     assert destination.pools == ()
 
 
-async def test_incompatible_pools_are_refused_by_field_before_a_byte(pair: Pair) -> None:
-    source, destination = pair
+async def test_incompatible_pools_are_refused_by_field_before_a_byte(source: Agent, destination: Agent) -> None:
     other = destination.allocate_pool(
         dataclasses.replace(RECORD, rope="yarn", tp_size=2), block_count=4, block_bytes=BLOCK_BYTES
     )
@@ -171,8 +165,7 @@ async def test_incompatible_pools_are_refused_by_field_before_a_byte(pair: Pair)
         assert await grant.wait_ended() is GrantState.RELEASED
 
 
-async def test_cancelling_a_waiter_leaves_the_transfer(pair: Pair) -> None:
-    source, destination = pair
+async def test_cancelling_a_waiter_leaves_the_transfer(source: Agent, destination: Agent) -> None:
     transfer_id = fresh_id()
     transfer = destination.pull(destination.pools[0], [1], transfer_id=transfer_id, source="source")
 
@@ -189,8 +182,7 @@ async def test_cancelling_a_waiter_leaves_the_transfer(pair: Pair) -> None:
     assert (await transfer).blocks == 1
 
 
-async def test_a_scope_cancels_and_drains(pair: Pair) -> None:
-    source, destination = pair
+async def test_a_scope_cancels_and_drains(source: Agent, destination: Agent) -> None:
     into = destination.pools[0]
     into.array[:] = 0xEE
     transfer_id = fresh_id()
@@ -206,8 +198,7 @@ async def test_a_scope_cancels_and_drains(pair: Pair) -> None:
     assert destination.statistics().is_idle
 
 
-async def test_the_end_of_a_grant_is_told_once_on_the_loop(pair: Pair) -> None:
-    source, destination = pair
+async def test_the_end_of_a_grant_is_told_once_on_the_loop(source: Agent, destination: Agent) -> None:
     loop_thread, seen = threading.get_ident(), []
     transfer_id = fresh_id()
 
@@ -231,8 +222,7 @@ async def test_the_end_of_a_grant_is_told_once_on_the_loop(pair: Pair) -> None:
     assert seen == [(when, GrantState.RELEASED, loop_thread) for when in ("early", "late")]
 
 
-async def test_notifications(pair: Pair) -> None:
-    source, destination = pair
+async def test_notifications(source: Agent, destination: Agent) -> None:
     deliveries = [source.notify("destination", b"%d" % number) for number in range(5)]
     received = []
     async for notification in destination.notifications():
@@ -255,8 +245,7 @@ async def test_notifications(pair: Pair) -> None:
     assert (statistics.sent, statistics.delivered, statistics.failed) == (6, 5, 1)
 
 
-async def test_close_ends_everything_and_can_be_repeated(pair: Pair) -> None:
-    source, destination = pair
+async def test_close_ends_everything_and_can_be_repeated(source: Agent, destination: Agent) -> None:
     granted, pulled = fresh_id(), fresh_id()
     grant = source.grant(source.pools[0], [1], transfer_id=granted)
     transfers = [
@@ -285,8 +274,7 @@ async def test_close_ends_everything_and_can_be_repeated(pair: Pair) -> None:
         await destination.__aenter__()
 
 
-async def test_statistics_and_metrics_agree(pair: Pair) -> None:
-    source, destination = pair
+async def test_statistics_and_metrics_agree(source: Agent, destination: Agent) -> None:
     transfer_id = fresh_id()
     grant = source.grant(source.pools[0], range(8), transfer_id=transfer_id, ready_blocks=8)
     result = await destination.pull(destination.pools[0], range(8), transfer_id=transfer_id, source="source")
@@ -391,8 +379,9 @@ async def test_settings_are_checked() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"deadline_s": math.inf}, {"deadline_s": 1e12}, {"deadline_s": math.nan}, {"first": 1 << 33}]
 )
-async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, wrong: dict[str, Any]) -> None:
-    source, destination = pair
+async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(
+    source: Agent, destination: Agent, wrong: dict[str, Any]
+) -> None:
     transfer_id = fresh_id()
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         destination.pull(destination.pools[0], [0], transfer_id=transfer_id, source="source", **wrong)
@@ -419,8 +408,7 @@ async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pai
     await second.wait_drained()
 
 
-async def test_another_thread_pulls_and_waits_itself(pair: Pair) -> None:
-    source, destination = pair
+async def test_another_thread_pulls_and_waits_itself(source: Agent, destination: Agent) -> None:
     data, into = fill(source), destination.pools[0].array
     transfer_id, heard = fresh_id(), []
     source.grant(source.pools[0], [5, 3], transfer_id=transfer_id, reader="destination", ready_blocks=2)
@@ -466,8 +454,7 @@ async def test_pull_of_an_unknown_source_on_another_thread_raises_a_named_error(
     await until(lambda: destination.statistics().is_idle)
 
 
-async def test_a_callback_that_raises_keeps_nothing_from_the_others(pair: Pair) -> None:
-    source, destination = pair
+async def test_a_callback_that_raises_keeps_nothing_from_the_others(source: Agent, destination: Agent) -> None:
     loop, caught = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
 

@@ -14,9 +14,8 @@ from tests.support.agents import RECORD, fresh_id
 Pair = tuple[Agent, Agent]
 
 
-async def test_a_pool_described_anew_is_judged_by_that_from_then_on(pair: Pair) -> None:
+async def test_a_pool_described_anew_is_judged_by_that_from_then_on(source: Agent, destination: Agent) -> None:
     """What the destination knows of the source is old: the source's own transport judges."""
-    source, destination = pair
     unknown = dataclasses.replace(RECORD, weights_fingerprint=unknown_fingerprint("they changed", b"n" * 16))
 
     async def pull() -> None:

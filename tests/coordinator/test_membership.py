@@ -18,8 +18,16 @@ from kvxfer.errors import (
 )
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.rpc import MembershipWatch, drain, list_members
-from kvxfer.types import Load
-from tests.support.coordinator import Cluster, pool, until
+from kvxfer.types import AgentRef, Load
+from tests.support.coordinator import Cluster, Recorder, pool, until
+
+
+async def two_agents(cluster: Cluster) -> tuple[Recorder, Recorder, AgentRef]:
+    """``p0`` and ``d0``, registered, and the name of the first."""
+    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
+    ref = await one.session.start()
+    await other.session.start()
+    return one, other, ref
 
 
 async def test_two_agents_meet_and_share_a_key_that_watchers_do_not_get(cluster: Cluster) -> None:
@@ -44,9 +52,7 @@ async def test_two_agents_meet_and_share_a_key_that_watchers_do_not_get(cluster:
 
 
 async def test_pools_loads_and_draining_are_published_as_they_change(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    await one.session.start()
-    await other.session.start()
+    one, other, _ = await two_agents(cluster)
     one.session.set_pools((pool(1), pool(2)))
     await until(lambda: "p0" in other.members and len(other.members["p0"].pools) == 2, "the pools")
     one.session.set_draining()
@@ -63,9 +69,7 @@ async def test_pools_loads_and_draining_are_published_as_they_change(cluster: Cl
 
 
 async def test_goodbye_is_heard_at_once_and_once(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    ref = await one.session.start()
-    await other.session.start()
+    one, other, ref = await two_agents(cluster)
     await until(lambda: "p0" in other.members, "p0")
     await one.session.close()
     await one.session.close()
@@ -77,9 +81,7 @@ async def test_goodbye_is_heard_at_once_and_once(cluster: Cluster) -> None:
 
 
 async def test_a_killed_agent_is_suspect_at_once_and_gone_after_dead_after(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    ref = await one.session.start()
-    await other.session.start()
+    one, other, ref = await two_agents(cluster)
     await until(lambda: "p0" in other.members, "p0")
     started_s = time.monotonic()
     one.cut()
@@ -91,9 +93,7 @@ async def test_a_killed_agent_is_suspect_at_once_and_gone_after_dead_after(clust
 
 async def test_an_agent_without_heartbeats_is_suspect_then_gone_and_may_come_back(cluster: Cluster) -> None:
     """A stopped process keeps its connection open; only its silence shows."""
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    ref = await one.session.start()
-    await other.session.start()
+    one, other, ref = await two_agents(cluster)
     await until(lambda: "p0" in other.members, "p0")
     wake, one.session._wake = one.session._wake, _Hanging()
     await until(lambda: other.gone == [ref], "death by silence")
@@ -139,9 +139,7 @@ async def test_a_restarted_coordinator_changes_nothing_for_peers(cluster: Cluste
 
 
 async def test_absent_member_is_gone_once_a_restarted_coordinator_settled(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    ref = await one.session.start()
-    await other.session.start()
+    one, other, ref = await two_agents(cluster)
     await until(lambda: "p0" in other.members, "p0")
     one.cut()
     await cluster.stop()
@@ -155,9 +153,7 @@ async def test_absent_member_is_gone_once_a_restarted_coordinator_settled(cluste
 
 
 async def test_a_second_worker_with_the_same_id_is_refused_until_the_first_is_away(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    ref = await one.session.start()
-    await other.session.start()
+    one, other, ref = await two_agents(cluster)
     with pytest.raises(RefusedError, match="'p0' is in use by the live agent"):
         await cluster.agent("p0", nonce=3).session.start()
     one.cut()
@@ -169,9 +165,7 @@ async def test_a_second_worker_with_the_same_id_is_refused_until_the_first_is_aw
 
 
 async def test_drain_reaches_the_agent_and_all_watchers(cluster: Cluster) -> None:
-    one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
-    await one.session.start()
-    await other.session.start()
+    one, other, _ = await two_agents(cluster)
     await drain(cluster.address, cluster.token, "p0", reason="upgrade")
     await until(lambda: one.drains == ["upgrade"], "the order")
     await until(lambda: other.members["p0"].is_draining, "the news")

@@ -37,10 +37,14 @@ def flip(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
+@pytest.fixture
+def pair() -> CheckedPair:
+    return ready_pair()
+
+
 @pytest.mark.parametrize("op", ["fetch", "push"])
 @pytest.mark.parametrize("lane", [Lane.STREAM, Lane.UNIX])
-def test_corrupted_bytes_never_commit(op: str, lane: Any) -> None:
-    pair = ready_pair()
+def test_corrupted_bytes_never_commit(pair: CheckedPair, op: str, lane: Any) -> None:
     name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
     if op == "push":
         name, local, remote = "a", remote, local
@@ -57,8 +61,7 @@ def test_corrupted_bytes_never_commit(op: str, lane: Any) -> None:
         assert [(r.grants, r.transfers) for r in end.counts().regions] == [(0, 0)]
 
 
-def test_payload_that_must_have_sums_and_has_none_is_thrown_away() -> None:
-    pair = ready_pair()
+def test_payload_that_must_have_sums_and_has_none_is_thrown_away(pair: CheckedPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)], lanes=[Lane.STREAM], wants_checksums=True)
     pair.pump()
     (send,) = pair.take("a", _core.SendData)
@@ -85,9 +88,8 @@ def grant(pair: CheckedPair, *, pool: int = 2) -> None:
     pair.do("a", pair.ends["a"].grant(ID, pool, [0, 1, 2, 3], "b", 10 * S, 0, pair.now))
 
 
-def test_the_owners_sums_go_beside_the_ids() -> None:
+def test_the_owners_sums_go_beside_the_ids(pair: CheckedPair) -> None:
     """What was given with `ready` reaches the reader with the blocks it is of."""
-    pair = ready_pair()
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.MEMORY)
@@ -104,9 +106,8 @@ def test_the_owners_sums_go_beside_the_ids() -> None:
     assert (final.code, final.blocks_done, final.blocks_checked) == (Code.checksum, 2, 2)
 
 
-def test_a_pool_with_checks_takes_nothing_unchecked() -> None:
+def test_a_pool_with_checks_takes_nothing_unchecked(pair: CheckedPair) -> None:
     """Where the source gave no checksums, a lane that reads by itself is left for one on which it sends them."""
-    pair = ready_pair()
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.MEMORY, Lane.STREAM)
@@ -129,8 +130,7 @@ def test_a_pool_with_checks_takes_nothing_unchecked() -> None:
     assert "no checksums" in final.lane_notes
 
 
-def test_without_a_lane_that_checks_there_is_none() -> None:
-    pair = ready_pair()
+def test_without_a_lane_that_checks_there_is_none(pair: CheckedPair) -> None:
     grant(pair)
     pull(pair, Lane.MEMORY)
     pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now))
@@ -139,8 +139,7 @@ def test_without_a_lane_that_checks_there_is_none() -> None:
     assert (final.code, final.blocks_done) == (Code.no_lane, 0)
 
 
-def test_announced_checksums_are_verified_without_a_request() -> None:
-    pair = ready_pair()
+def test_announced_checksums_are_verified_without_a_request(pair: CheckedPair) -> None:
     grant(pair)
     pull(pair, Lane.MEMORY, pool=1)
     pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now, CHECKSUMS))
@@ -151,9 +150,8 @@ def test_announced_checksums_are_verified_without_a_request() -> None:
 
 @pytest.mark.parametrize(("lane", "checked"), [(Lane.STREAM, 4), (Lane.MEMORY, 0)])
 @pytest.mark.parametrize("op", ["fetch", "push"])
-def test_a_post_says_how_much_of_it_was_checked(op: str, lane: Any, checked: int) -> None:
+def test_a_post_says_how_much_of_it_was_checked(pair: CheckedPair, op: str, lane: Any, checked: int) -> None:
     """Registered memory that is read by its reader alone has no checksums."""
-    pair = ready_pair()
     name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
     if op == "push":
         name, local, remote = "a", remote, local
@@ -163,8 +161,7 @@ def test_a_post_says_how_much_of_it_was_checked(op: str, lane: Any, checked: int
     assert (final.state.name, final.blocks_done, final.blocks_checked) == ("COMMITTED", 4, checked)
 
 
-def test_stream_takes_the_owners_sums_or_has_them_computed() -> None:
-    pair = ready_pair()
+def test_stream_takes_the_owners_sums_or_has_them_computed(pair: CheckedPair) -> None:
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.STREAM)
@@ -178,8 +175,7 @@ def test_stream_takes_the_owners_sums_or_has_them_computed() -> None:
 
 
 @pytest.mark.parametrize("wants_checksums", [False, True])
-def test_a_reader_can_ask_where_the_pool_does_not(wants_checksums: bool) -> None:
-    pair = ready_pair()
+def test_a_reader_can_ask_where_the_pool_does_not(pair: CheckedPair, wants_checksums: bool) -> None:
     grant(pair, pool=1)
     pull(pair, Lane.STREAM, pool=1, wants_checksums=wants_checksums)
     pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now))
@@ -187,8 +183,7 @@ def test_a_reader_can_ask_where_the_pool_does_not(wants_checksums: bool) -> None
     assert send.frame.has_checksums is wants_checksums
 
 
-def test_ready_takes_checksums_of_the_new_blocks_only() -> None:
-    pair = ready_pair()
+def test_ready_takes_checksums_of_the_new_blocks_only(pair: CheckedPair) -> None:
     grant(pair)
     with pytest.raises(InvalidArgumentError, match="checksum"):
         pair.ends["a"].ready(ID, 2, 0, False, pair.now, CHECKSUMS[:3])

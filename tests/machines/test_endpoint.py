@@ -12,12 +12,17 @@ from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import InvalidArgumentError, PeerGoneError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import Pair
 from tests.support.machines.pulls import ID, finals, grant, land, pull
 
 
-def test_commits() -> None:
-    pair = Pair()
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_commits(pair: Pair) -> None:
     pull(pair)
     pair.pump()
     grant(pair)
@@ -35,9 +40,8 @@ def test_commits() -> None:
         pull(pair)
 
 
-def test_lost_answer_is_asked_for_again_with_the_same_nonce() -> None:
+def test_lost_answer_is_asked_for_again_with_the_same_nonce(pair: Pair) -> None:
     """Also after the grant ended: the verdict speaks of the moment in which it was given."""
-    pair = Pair()
     grant(pair)
     pull(pair)
     pair.pump()
@@ -58,8 +62,7 @@ def test_lost_answer_is_asked_for_again_with_the_same_nonce() -> None:
     assert len(set(nonces)) == 1
 
 
-def test_read_after_the_end_is_not_confirmed() -> None:
-    pair = Pair()
+def test_read_after_the_end_is_not_confirmed(pair: Pair) -> None:
     grant(pair, ttl_ns=50 * MS)
     pull(pair)
     pair.pump()
@@ -69,8 +72,7 @@ def test_read_after_the_end_is_not_confirmed() -> None:
     assert finals(pair) == [("FAILED", "grant_expired")]
 
 
-def test_blocks_of_a_read_under_way_are_quarantined() -> None:
-    pair = Pair()
+def test_blocks_of_a_read_under_way_are_quarantined(pair: Pair) -> None:
     grant(pair)
     pull(pair)
     pair.pump()
@@ -86,8 +88,7 @@ def test_blocks_of_a_read_under_way_are_quarantined() -> None:
     assert b.counts().pools[0].quarantined == 0
 
 
-def test_another_incarnation_of_the_source_ends_the_transfer() -> None:
-    pair = Pair()
+def test_another_incarnation_of_the_source_ends_the_transfer(pair: Pair) -> None:
     pull(pair)
     pair.pump()
     new = _core.AgentRef("a", 2, b"A" * 16)
@@ -99,11 +100,10 @@ def test_another_incarnation_of_the_source_ends_the_transfer() -> None:
         pull(pair, b"u" * 16)
 
 
-def test_an_idle_session_is_not_a_silent_one() -> None:
+def test_an_idle_session_is_not_a_silent_one(pair: Pair) -> None:
     """Flaw: a pull on a session that was unused for a while hung it up at once, because its silence was counted
     from the last word that anybody had waited for.
     """
-    pair = Pair()
     grant(pair)
     pull(pair)
     pair.pump()
@@ -123,8 +123,7 @@ def test_an_idle_session_is_not_a_silent_one() -> None:
     assert finals(pair) == [("COMMITTED", "ok")]
 
 
-def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
-    pair = Pair()
+def test_a_silent_peer_is_pinged_and_then_given_up(pair: Pair) -> None:
     pull(pair)
     pair.pump()
     pings = 0
@@ -189,11 +188,7 @@ def test_a_slow_wire_is_slow_and_not_stuck() -> None:
     """Flaw: ten transfers share a wire on which a round of one payload each takes longer than their patience. Each
     asked again before its bytes came, so that what came was of an attempt given up, for ever.
     """
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.data_bytes_max = 16
-    limits.grants = grants
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(data_bytes_max=16))
     ids = [bytes([n]) * 16 for n in range(10)]
     for n, id_ in enumerate(ids):
         grant(pair, id_, count=4, at=4 * n)
@@ -204,9 +199,8 @@ def test_a_slow_wire_is_slow_and_not_stuck() -> None:
     assert wire.sent_blocks < 5 * 4 * len(ids)
 
 
-def test_waking_never_turns_into_a_busy_loop() -> None:
+def test_waking_never_turns_into_a_busy_loop(pair: Pair) -> None:
     """``advance`` asserts it after every tick; here with all kinds of deadlines at once, and no answer."""
-    pair = Pair()
     grant(pair, b"u" * 16, ttl_ns=700 * MS, at=8)
     pull(pair)
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"x", pair.now)[1])
@@ -220,8 +214,7 @@ def test_waking_never_turns_into_a_busy_loop() -> None:
     assert finals(pair) == [("FAILED", "peer_gone")]
 
 
-def test_the_reason_that_a_source_gives_can_always_be_shown() -> None:
-    pair = Pair()
+def test_the_reason_that_a_source_gives_can_always_be_shown(pair: Pair) -> None:
     pull(pair)
     pair.pump()
     said = _core.ErrorFrame(ID, 1, _core.Code.refused, b"\xff\n" * 6)

@@ -12,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair, ranges
 
 ID = b"t" * 16
@@ -37,9 +38,13 @@ def ask(pair: RegionPair, elements: Any, *, first: int = 0, count: int = 1, id_:
     return pair.ends["a"].on_frame(theirs, _core.Fetch(pull, elements), pair.now)
 
 
+@pytest.fixture
+def pair() -> RegionPair:
+    return ready_pair()
+
+
 @pytest.mark.parametrize("lane", [Lane.MEMORY, Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.UCX])
-def test_commits(lane: Any) -> None:
-    pair = ready_pair()
+def test_commits(pair: RegionPair, lane: Any) -> None:
     local, remote = [(9, 0, 32, 16, 8)], [(7, 8, 16, 16, 15)]
     pair.post("b", "fetch", ID, local, remote, lanes=[lane], remote_ids=[14, 3, 0, 1, 2, 9, 3, 7], notification=b"read")
     pair.run()
@@ -56,9 +61,8 @@ def test_commits(lane: Any) -> None:
     assert pair.ends["a"].counts().grants.alive == 0
 
 
-def test_blocks_are_reserved_for_pulls_only() -> None:
+def test_blocks_are_reserved_for_pulls_only(pair: RegionPair) -> None:
     """Flaw: the pool of a transfer that has none was asked for its number."""
-    pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
     with pytest.raises(InvalidArgumentError, match="no pull of this id"):
         pair.ends["b"].reserve(ID, [1], 0, pair.now)
@@ -70,9 +74,7 @@ def test_blocks_are_reserved_for_pulls_only() -> None:
 @pytest.mark.parametrize("what", ["fetch", "push"])
 def test_a_post_without_room_for_its_notification_holds_nothing(what: str) -> None:
     """Flaw: the fetch was refused, and its region could never be removed."""
-    limits = _core.EndpointLimits()
-    limits.notifications_max, limits.notification_bytes_max = 1, 1 << 20
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(notifications_max=1, notification_bytes_max=1 << 20))
     pair.reachable = False
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"1", pair.now)[1])
     notification = bytes(200_000)  # too long to go with a push
@@ -85,8 +87,7 @@ def test_a_post_without_room_for_its_notification_holds_nothing(what: str) -> No
     pair.ends["b"].remove_region(9, pair.now)
 
 
-def test_mapped_needs_memory_that_kvxfer_allocated() -> None:
-    pair = ready_pair()
+def test_mapped_needs_memory_that_kvxfer_allocated(pair: RegionPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.MAPPED, Lane.CMA])
     pair.run()
     (final,) = pair.take("b", _core.TransferFinal)
@@ -102,8 +103,7 @@ def test_a_region_that_is_not_exposed_goes_by_stream() -> None:
     assert (final.state, final.lane) == (TransferState.COMMITTED, Lane.STREAM)
 
 
-def test_a_map_that_cannot_be_made_is_the_next_lane() -> None:
-    pair = ready_pair()
+def test_a_map_that_cannot_be_made_is_the_next_lane(pair: RegionPair) -> None:
     pair.unmappable.add(Lane.UCX)
     for id_ in (ID, b"u" * 16):
         pair.post("b", "fetch", id_, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.UCX, Lane.STREAM])
@@ -112,8 +112,7 @@ def test_a_map_that_cannot_be_made_is_the_next_lane() -> None:
         assert (final.state, final.lane, final.lane_notes) == (TransferState.COMMITTED, Lane.STREAM, "no map")
 
 
-def test_a_known_region_is_read_before_the_source_has_said_a_word() -> None:
-    pair = ready_pair()
+def test_a_known_region_is_read_before_the_source_has_said_a_word(pair: RegionPair) -> None:
     spec = [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)]
     pair.post("b", "fetch", ID, *spec, lanes=[Lane.CMA])
     pair.pump(lambda frame: not isinstance(frame, _core.Ready))
@@ -130,9 +129,8 @@ def test_a_known_region_is_read_before_the_source_has_said_a_word() -> None:
     assert pair.finals("b") == [("COMMITTED", "ok")]
 
 
-def test_a_known_region_that_was_removed_is_not_confirmed() -> None:
+def test_a_known_region_that_was_removed_is_not_confirmed(pair: RegionPair) -> None:
     """The map outlives the region in the reader's hands: it reads, and gets no word for it."""
-    pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.CMA])
     pair.run()
     assert pair.finals("b") == [("COMMITTED", "ok")]
@@ -143,9 +141,8 @@ def test_a_known_region_that_was_removed_is_not_confirmed() -> None:
     assert pair.finals("b") == [("FAILED", "refused")]
 
 
-def test_a_lost_question_is_asked_anew() -> None:
+def test_a_lost_question_is_asked_anew(pair: RegionPair) -> None:
     """What was read without a word is confirmed later, by a grant that is made later: the region lived all along."""
-    pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)])
     pair.pump(lambda frame: 0 if isinstance(frame, _core.Fetch) else 1)
     pair.perform("b")
@@ -172,8 +169,7 @@ def test_a_lost_question_is_asked_anew() -> None:
     ],
     ids=["too long", "one byte past", "one byte late", "stride", "far", "no region", "a pool"],
 )
-def test_a_byte_outside_is_refused(row: tuple[int, int, int, int, int]) -> None:
-    pair = ready_pair()
+def test_a_byte_outside_is_refused(pair: RegionPair, row: tuple[int, int, int, int, int]) -> None:
     length, count = row[3], row[4]
     pair.memory["b"][99] = bytearray(4096)
     pair.ends["b"].add_region(_core.RegionInfo(99, 4096))
@@ -185,8 +181,7 @@ def test_a_byte_outside_is_refused(row: tuple[int, int, int, int, int]) -> None:
     assert pair.ends["a"].counts().grants.alive == 0
 
 
-def test_the_last_byte_is_inside() -> None:
-    pair = ready_pair()
+def test_the_last_byte_is_inside(pair: RegionPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 17, 16, 15)], [(7, 1, 17, 16, 15)])
     pair.run()
     assert pair.finals("b") == [("COMMITTED", "ok")]
@@ -205,15 +200,13 @@ def test_the_last_byte_is_inside() -> None:
     ],
     ids=["nothing", "no element", "empty element", "overlap", "wraps", "no such element", "too many"],
 )
-def test_a_list_that_makes_no_sense_is_refused(elements: Any) -> None:
-    pair = ready_pair()
+def test_a_list_that_makes_no_sense_is_refused(pair: RegionPair, elements: Any) -> None:
     (answer,) = ask(pair, elements)
     assert answer.frame.code == Code.refused
     assert pair.ends["a"].counts().grants.alive == 0
 
 
-def test_positions_outside_the_list_are_refused() -> None:
-    pair = ready_pair()
+def test_positions_outside_the_list_are_refused(pair: RegionPair) -> None:
     (answer,) = ask(pair, _core.WireList([(7, 0, 16, 16, 2)]), first=1, count=2)
     assert answer.frame.code == Code.refused
 
@@ -225,8 +218,7 @@ def test_fetch_of_a_region_not_offered_to_readers_is_refused() -> None:
     assert pair.finals("b") == [("FAILED", "refused")]
 
 
-def test_a_replayed_fetch_gets_nothing() -> None:
-    pair = ready_pair()
+def test_a_replayed_fetch_gets_nothing(pair: RegionPair) -> None:
     elements = _core.WireList([(7, 0, 16, 16, 1)])
     first = ask(pair, elements)
     assert [type(e).__name__ for e in first] == ["SendFrame", "SendData"]
@@ -238,16 +230,14 @@ def test_a_replayed_fetch_gets_nothing() -> None:
     assert answer.frame.code == Code.grant_released
 
 
-def test_a_fetch_under_the_id_of_a_grant_of_blocks_is_refused() -> None:
-    pair = ready_pair()
+def test_a_fetch_under_the_id_of_a_grant_of_blocks_is_refused(pair: RegionPair) -> None:
     pair.do("a", pair.ends["a"].grant(b"f" * 16, 1, [0, 1], "b", 10 * S, 2, pair.now))
     (answer,) = ask(pair, _core.WireList([(7, 0, 16, 16, 1)]))
     assert answer.frame.code == Code.refused
     assert pair.ends["a"].grant_state(b"f" * 16, pair.now) == _core.GrantState.ALIVE
 
 
-def test_a_grant_of_elements_is_bound_to_its_reader() -> None:
-    pair = ready_pair()
+def test_a_grant_of_elements_is_bound_to_its_reader(pair: RegionPair) -> None:
     ask(pair, _core.WireList([(7, 0, 16, 16, 1)]))
     limits = _core.GrantLimits()
     table = _core.GrantTable(limits)
@@ -259,8 +249,7 @@ def test_a_grant_of_elements_is_bound_to_its_reader() -> None:
     assert pair.ends["a"].counts().grants.alive == 1
 
 
-def test_removing_a_region_ends_the_reads_of_it() -> None:
-    pair = ready_pair()
+def test_removing_a_region_ends_the_reads_of_it(pair: RegionPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)], lanes=[Lane.CMA])
     pair.pump()
     pair.perform("a")
@@ -274,8 +263,7 @@ def test_removing_a_region_ends_the_reads_of_it() -> None:
     assert pair.ends["a"].counts().regions == []
 
 
-def test_a_region_that_is_being_filled_stays() -> None:
-    pair = ready_pair()
+def test_a_region_that_is_being_filled_stays(pair: RegionPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)])
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
@@ -291,11 +279,7 @@ def test_a_region_that_is_being_filled_stays() -> None:
 
 
 def test_a_cut_costs_only_what_was_under_way() -> None:
-    limits = _core.EndpointLimits()
-    transfers = _core.TransferLimits()
-    transfers.read_bytes_max = 32
-    limits.transfers = transfers
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(read_bytes_max=32))
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)])
     pair.pump()
     pair.perform("b")
@@ -309,8 +293,7 @@ def test_a_cut_costs_only_what_was_under_way() -> None:
     assert pair.memory["b"][9][:128] == DATA[:128]
 
 
-def test_region_ids_are_never_used_twice() -> None:
-    pair = ready_pair()
+def test_region_ids_are_never_used_twice(pair: RegionPair) -> None:
     end = pair.ends["a"]
     for taken in (1, 7):  # a pool's, a region's
         with pytest.raises(InvalidArgumentError):
@@ -328,8 +311,7 @@ def test_region_ids_are_never_used_twice() -> None:
     pair.add_region("a", 8, DATA)
 
 
-def test_lists_that_do_not_fit_each_other() -> None:
-    pair = ready_pair()
+def test_lists_that_do_not_fit_each_other(pair: RegionPair) -> None:
     for local, remote in (
         ([(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 3)]),
         ([(9, 0, 16, 16, 2)], [(7, 0, 16, 8, 2)]),
@@ -373,11 +355,7 @@ def test_ranges() -> None:
 
 
 def test_one_peer_cannot_keep_everything() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.grants_max = 64
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(grants_max=64))
     elements = _core.WireList([(7, 0, 16, 16, 1)])
     codes = []
     for n in range(20):
@@ -386,8 +364,7 @@ def test_one_peer_cannot_keep_everything() -> None:
     assert codes == ["ready"] * 16 + ["overloaded"] * 4
 
 
-def test_a_deadline_ends_a_fetch_of_a_silent_source() -> None:
-    pair = ready_pair()
+def test_a_deadline_ends_a_fetch_of_a_silent_source(pair: RegionPair) -> None:
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM], deadline_s=1)
     pair.advance(2 * S, lambda frame: 1 if isinstance(frame, (_core.Hello, _core.Ping)) else 0)
     assert pair.finals("b") == [("FAILED", "deadline")]
@@ -400,9 +377,8 @@ def test_busy_is_an_error_to_the_owner_of_the_core() -> None:
     assert ready_pair().remove_region("a", 7) is True
 
 
-def test_a_short_frame_cannot_ask_for_a_long_list() -> None:
+def test_a_short_frame_cannot_ask_for_a_long_list(pair: RegionPair) -> None:
     """Flaw: one row of a million elements, without indices, cost 9 ms of the source's only thread."""
-    pair = ready_pair()
     pair.add_region("a", 11, bytes(70_000))
     (answer,) = ask(pair, _core.WireList([(11, 0, 1, 1, 65_537)]))
     assert answer.frame.code == Code.refused
@@ -410,8 +386,7 @@ def test_a_short_frame_cannot_ask_for_a_long_list() -> None:
     assert [type(e).__name__ for e in effects] == ["SendFrame", "SendData"]
 
 
-def test_a_long_list_goes_with_its_indices() -> None:
-    pair = ready_pair()
+def test_a_long_list_goes_with_its_indices(pair: RegionPair) -> None:
     data = bytes(range(250)) * 280
     pair.add_region("a", 11, data)
     pair.add_region("b", 12, bytes(70_000))
@@ -426,20 +401,15 @@ def test_a_long_list_goes_with_its_indices() -> None:
 
 
 def test_room_is_asked_before_a_list_is_looked_at() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.grants_max = 64
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(grants_max=64))
     for n in range(16):
         ask(pair, _core.WireList([(7, 0, 16, 16, 1)]), id_=bytes([100 + n]) * 16)
     (answer,) = ask(pair, _core.WireList([(8, 0, 16, 8, 2)]), id_=b"z" * 16)
     assert answer.frame.code == Code.overloaded
 
 
-def test_a_source_that_never_knows_of_the_fetch_is_left() -> None:
+def test_a_source_that_never_knows_of_the_fetch_is_left(pair: RegionPair) -> None:
     """Flaw: each verdict `grant_unknown` brought the FETCH again, for as long as the source liked."""
-    pair = ready_pair()
     fetches: list[Any] = []
 
     def lose_fetches(frame: Any) -> int:
@@ -459,9 +429,7 @@ def test_a_source_that_never_knows_of_the_fetch_is_left() -> None:
 
 def test_a_grant_that_has_the_id_of_a_forgotten_one_is_another() -> None:
     """Flaw: what was still queued for the first was looked at, and counted as sent, under the second."""
-    limits = _core.EndpointLimits()
-    limits.grants.tombstones_max = 4  # a quarter of them for what peers ask for
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(tombstones_max=4))  # a quarter of them for what peers ask for
     first, other = _core.WireList([(7, 0, 16, 16, 2)]), _core.WireList([(7, 64, 16, 16, 1)])
     effects = ask(pair, first, count=2)
     (queued,) = (effect for effect in effects if isinstance(effect, _core.SendData))

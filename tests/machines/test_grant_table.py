@@ -241,7 +241,7 @@ class GrantMachine(RuleBasedStateMachine):
                 self.table.ready(id_, blocks, 0, complete, self.now)
         else:
             if grant.ready > 0:
-                with pytest.raises(InvalidArgumentError, match="takes back"):
+                with pytest.raises(InvalidArgumentError, match="never shrinks"):
                     self.table.ready(id_, grant.ready - 1, 0, False, self.now)
             grant.ready, grant.is_complete = blocks, complete
             self.see(self.table.ready(id_, blocks, 0, complete, self.now))

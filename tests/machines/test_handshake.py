@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core
+from tests.support.limits import endpoint_limits
 
 from_text = {"a": b"a" * 16, "b": b"b" * 16}
 TCP = _core.SessionKind.TCP
@@ -53,8 +54,12 @@ class Meeting:
         return list(self.b.on_frame(self.acceptor, self.hello, NOW))
 
 
-def test_comes_up() -> None:
-    meeting = Meeting()
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+def test_comes_up(meeting: Meeting) -> None:
     (accept,) = frames(meeting.answer())
     effects = meeting.a.on_frame(meeting.dialer, accept, NOW)
     assert is_up(meeting.a)
@@ -65,8 +70,7 @@ def test_comes_up() -> None:
     assert [effect.peer for effect in up if isinstance(effect, _core.SessionUp)] == [ref("a")]
 
 
-def test_proof_matches_its_description() -> None:
-    meeting = Meeting()
+def test_proof_matches_its_description(meeting: Meeting) -> None:
     (accept,) = frames(meeting.answer())
     signed = _core.encode(_core.Hello(_core.HelloStep.DIAL, ref("a"), ref("b"), b"1" * 32, b"2" * 32))
     assert accept.mac == hmac.digest(KEY, b"kvxfer session accept v1\n" + signed, hashlib.sha256)
@@ -80,8 +84,7 @@ def test_wrong_key() -> None:
     assert not is_up(meeting.a)
 
 
-def test_wrong_proof_of_the_dialer() -> None:
-    meeting = Meeting()
+def test_wrong_proof_of_the_dialer(meeting: Meeting) -> None:
     meeting.answer()
     forged = _core.Hello(_core.HelloStep.PROVE, ref("a"), ref("b"), bytes(32), b"m" * 32)
     assert hung_up(meeting.b.on_frame(meeting.acceptor, forged, NOW)) == "unauthenticated"
@@ -101,8 +104,7 @@ def test_replayed_proof() -> None:
     assert hung_up(other.a.on_frame(other.dialer, replayed, NOW)) == "unauthenticated"
 
 
-def test_reflected_hello() -> None:
-    meeting = Meeting()
+def test_reflected_hello(meeting: Meeting) -> None:
     assert hung_up(meeting.a.on_frame(meeting.dialer, meeting.hello, NOW)) == "peer_gone"
     meeting = Meeting()
     (accept,) = frames(meeting.answer())
@@ -110,9 +112,8 @@ def test_reflected_hello() -> None:
     assert not is_up(meeting.b)
 
 
-def test_reflected_mac() -> None:
+def test_reflected_mac(meeting: Meeting) -> None:
     """The acceptor's own proof, turned round, is no proof of the dialer."""
-    meeting = Meeting()
     (accept,) = frames(meeting.answer())
     turned = _core.Hello(_core.HelloStep.PROVE, ref("a"), ref("b"), bytes(32), accept.mac)
     assert hung_up(meeting.b.on_frame(meeting.acceptor, turned, NOW)) == "unauthenticated"
@@ -126,8 +127,7 @@ def test_another_incarnation_was_dialed() -> None:
     assert b"not the incarnation that was dialed" in error.text
 
 
-def test_unknown_incarnation_of_the_dialer() -> None:
-    meeting = Meeting()
+def test_unknown_incarnation_of_the_dialer(meeting: Meeting) -> None:
     meeting.b.peer_dead(ref("a"), NOW)
     assert hung_up(meeting.answer()) == "unauthenticated"
 
@@ -142,20 +142,17 @@ def test_unknown_incarnation_of_the_dialer() -> None:
         _core.Notif(_core.NotifKind.DELIVER, 1, 1, b""),
     ],
 )
-def test_nothing_is_taken_before_the_proof(frame: Any) -> None:
-    meeting = Meeting()
+def test_nothing_is_taken_before_the_proof(meeting: Meeting, frame: Any) -> None:
     assert hung_up(meeting.b.on_frame(meeting.acceptor, frame, NOW)) == "protocol"
 
 
-def test_second_hello_ends_the_session() -> None:
-    meeting = Meeting()
+def test_second_hello_ends_the_session(meeting: Meeting) -> None:
     (accept,) = frames(meeting.answer())
     meeting.a.on_frame(meeting.dialer, accept, NOW)
     assert hung_up(meeting.a.on_frame(meeting.dialer, accept, NOW)) == "protocol"
 
 
-def test_a_handshake_has_its_time() -> None:
-    meeting = Meeting()
+def test_a_handshake_has_its_time(meeting: Meeting) -> None:
     due = meeting.b.next_deadline()
     assert due == NOW + _core.EndpointLimits().handshake_ns
     assert hung_up(meeting.b.tick(due)) == "transport"
@@ -163,16 +160,14 @@ def test_a_handshake_has_its_time() -> None:
 
 
 def test_sessions_are_bounded() -> None:
-    limits = _core.EndpointLimits()
-    limits.sessions_max = 1
+    limits = endpoint_limits(sessions_max=1)
     end = _core.Endpoint(ref("b"), limits)
     assert end.accepted(TCP, bytes(32), NOW)[1] == []
     assert hung_up(end.accepted(TCP, bytes(32), NOW)[1]) == "overloaded"
 
 
-def test_error_text_of_a_peer_is_made_printable() -> None:
+def test_error_text_of_a_peer_is_made_printable(meeting: Meeting) -> None:
     """The owner reads the reason of an end as text, whatever bytes a peer took for one."""
-    meeting = Meeting()
     said = _core.ErrorFrame(bytes(16), 0, _core.Code.refused, b"\xff\n" * 6)
     (hangup,) = meeting.b.on_frame(meeting.acceptor, said, NOW)
     assert hangup.text == "?" * 12

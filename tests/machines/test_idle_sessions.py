@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.virtual_clock import MS, S
@@ -58,9 +60,15 @@ class FarPair(RegionPair):
         return self.now - begun
 
 
-def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+@pytest.fixture
+def pair() -> FarPair:
+    """With a session that one fetch has used."""
+    made = FarPair()
+    made.fetch(1)
+    return made
+
+
+def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall(pair: FarPair) -> None:
     pair.advance(60 * S)
     pair.swallow()
     assert pair.fetch(2) <= STALL // 5 + 20 * MS
@@ -69,9 +77,7 @@ def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fift
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_one_that_answers_is_kept_and_asked_once() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+def test_one_that_answers_is_kept_and_asked_once(pair: FarPair) -> None:
     pings = pair.pings
     for number in range(2, 6):
         pair.advance(60 * S)
@@ -80,9 +86,7 @@ def test_one_that_answers_is_kept_and_asked_once() -> None:
     assert pair.dials == 1
 
 
-def test_idle_session_sends_no_ping_and_sets_no_deadline() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+def test_idle_session_sends_no_ping_and_sets_no_deadline(pair: FarPair) -> None:
     pair.advance(20 * S)  # the grant's end is the last that is due
     pings = pair.pings
     assert min(end.next_deadline() for end in pair.ends.values()) > pair.now + 3600 * S
@@ -90,9 +94,7 @@ def test_idle_session_sends_no_ping_and_sets_no_deadline() -> None:
     assert pair.pings == pings
 
 
-def test_transfers_without_a_pause_ask_nothing() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+def test_transfers_without_a_pause_ask_nothing(pair: FarPair) -> None:
     pings = pair.pings
     for number in range(2, 30):
         pair.advance(STALL // 5)
@@ -100,10 +102,8 @@ def test_transfers_without_a_pause_ask_nothing() -> None:
     assert pair.pings == pings
 
 
-def test_a_slow_answer_costs_one_session_too_many_and_no_more() -> None:
+def test_a_slow_answer_costs_one_session_too_many_and_no_more(pair: FarPair) -> None:
     """It comes after another was dialed: both are good, and the next time a late answer ends one of them."""
-    pair = FarPair()
-    pair.fetch(1)
     for number in range(2, 8):
         pair.advance(60 * S)
         pair.post("b", "fetch", bytes([number]) * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
@@ -117,9 +117,7 @@ def test_a_slow_answer_costs_one_session_too_many_and_no_more() -> None:
         assert pair.ends["b"].counts().sessions_up <= 2
 
 
-def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+def test_a_notification_probes_too_and_a_session_that_stays_silent_ends(pair: FarPair) -> None:
     pair.advance(60 * S)
     pair.swallow()
     _, effects = pair.ends["b"].notify(pair.refs["a"], b"n", pair.now)
@@ -133,11 +131,9 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> Non
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_operations_that_move_to_an_overdue_session_set_no_past_deadline() -> None:
+def test_operations_that_move_to_an_overdue_session_set_no_past_deadline(pair: FarPair) -> None:
     """Two sessions were asked, and no operation waited for their answers: the next fetch finds the one, then the
     other."""
-    pair = FarPair()
-    pair.fetch(1)
     pair.advance(60 * S)
     pair._dial("b", SimpleNamespace(peer=pair.refs["a"], kind=SessionKind.TCP))
     pair.run()
@@ -154,9 +150,7 @@ def test_operations_that_move_to_an_overdue_session_set_no_past_deadline() -> No
     assert pair.ends["b"].counts().sessions_up == 1
 
 
-def test_where_no_other_can_be_dialed_the_old_patience_holds() -> None:
-    pair = FarPair()
-    pair.fetch(1)
+def test_where_no_other_can_be_dialed_the_old_patience_holds(pair: FarPair) -> None:
     pair.advance(60 * S)
     pair.swallow()
     pair.reachable = False

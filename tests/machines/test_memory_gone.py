@@ -9,6 +9,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -210,11 +211,7 @@ def test_sessions_that_end_before_anything_is_read_do_not_come_for_ever() -> Non
 
 
 def test_sessions_that_end_are_forgiven_once_something_was_read() -> None:
-    limits = _core.EndpointLimits()
-    transfers = _core.TransferLimits()
-    transfers.read_bytes_max = 16
-    limits.transfers = transfers
-    pair = RegionPair(limits)
+    pair = RegionPair(endpoint_limits(read_bytes_max=16))
     pair.add_region("a", 7, DATA)
     pair.add_region("b", 9, POISON)
     pair.post("b", "fetch", ID, [(9, 0, 8, 8, 32)], [(7, 0, 8, 8, 32)], deadline_s=3000)

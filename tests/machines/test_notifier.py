@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvxfer._native import _core
 from kvxfer.errors import InvalidArgumentError, LimitExceededError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import KEY, Pair
 
 
@@ -136,9 +137,7 @@ def test_acknowledgement_of_an_unused_number_ends_the_session() -> None:
 
 
 def test_bounds() -> None:
-    limits = _core.EndpointLimits()
-    limits.notifications_max, limits.notification_bytes_max = 2, 4
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(notifications_max=2, notification_bytes_max=4))
     a = pair.ends["a"]
     with pytest.raises(InvalidArgumentError, match="notification_bytes_max"):
         a.notify(pair.refs["b"], b"12345", pair.now)
@@ -149,9 +148,7 @@ def test_bounds() -> None:
 
 
 def test_bytes_that_wait_for_one_peer_are_bounded_and_named() -> None:
-    limits = _core.EndpointLimits()
-    limits.notification_bytes_max, limits.notification_queue_bytes_max = 1000, 3000
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(notification_bytes_max=1000, notification_queue_bytes_max=3000))
     a = pair.ends["a"]
     pair.reachable = False
     for _ in range(2):
@@ -173,9 +170,7 @@ BYTES_MAX = (16 << 20) + 8192
 
 def parted() -> Pair:
     """A pair that sends more than PIECE bytes in parts."""
-    limits = _core.EndpointLimits()
-    limits.notification_piece_bytes, limits.notification_bytes_max = PIECE, BYTES_MAX
-    return Pair(limits)
+    return Pair(endpoint_limits(notification_piece_bytes=PIECE, notification_bytes_max=BYTES_MAX))
 
 
 def post(pair: Pair, payload: bytes) -> None:
@@ -267,9 +262,7 @@ def test_a_new_session_goes_on_behind_what_came() -> None:
 
 
 def test_parts_that_claim_too_much_end_the_session() -> None:
-    limits = _core.EndpointLimits()
-    limits.notification_bytes_max = 64
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(notification_bytes_max=64))
     post(pair, b"up")
     pair.pump()
     b, session = pair.ends["b"], session_up(pair, "b")
@@ -281,8 +274,7 @@ def test_parts_that_claim_too_much_end_the_session() -> None:
 
 def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
     """What a peer left lying keeps others out for a moment only; what comes for it then is asked for anew."""
-    limits = _core.EndpointLimits()
-    limits.notification_bytes_max = BYTES_MAX
+    limits = endpoint_limits(notification_bytes_max=BYTES_MAX)
     here = _core.AgentRef("host", 1, b"h" * 16)
     host = _core.Endpoint(here, limits)
     now, piece, total = 10 * MS, bytes(256 * 1024), 16 << 20

@@ -9,6 +9,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.virtual_clock import S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.admissions import ADMISSIONS
 from tests.support.machines.endpoint_pair import KEY, Pair
 from tests.support.machines.region_pair import RegionPair
@@ -56,11 +57,7 @@ def code_of(effects: list[Any]) -> str:
 @pytest.mark.parametrize("kind", ADMISSIONS)
 def test_all_admitted_peers_share_one_quota(kind: str) -> None:
     """Flaw: a bearer peer chooses its name, and had a new quota under each."""
-    limits, grants = _core.EndpointLimits(), _core.GrantLimits()
-    limits.transfers_max = 64
-    grants.grants_max = 64
-    limits.grants = grants
-    end = host(limits, kind)
+    end = host(endpoint_limits(grants_max=64, transfers_max=64), kind)
     codes: dict[str, list[str]] = {"push": [], "fetch": []}
     for n in range(20):
         session = visit(end, f"admitted{n}", 1, kind)
@@ -77,9 +74,7 @@ def test_all_admitted_peers_share_one_quota(kind: str) -> None:
 
 def test_ended_pushes_of_one_peer_push_out_no_other() -> None:
     """Flaw: a PUSH that came again after another peer's thousand was taken for a new one."""
-    limits = _core.EndpointLimits()
-    limits.finished_max = 64
-    end = host(limits)
+    end = host(endpoint_limits(finished_max=64))
     sessions = {}
     for name in "cdefg":
         end.set_peer(_core.AgentRef(name, 1, name.encode() * 16), KEY, SessionKind.TCP)
@@ -119,9 +114,7 @@ def test_waiting_pulls_of_one_peer() -> None:
 
 
 def test_sessions_of_one_peer() -> None:
-    limits = _core.EndpointLimits()
-    limits.sessions_max = 64
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(sessions_max=64))
     a = pair.ends["a"]
     for _ in range(20):
         mine, effects = pair.ends["b"].dialed(pair.refs["a"], SessionKind.MEMORY, b"1" * 32, pair.now)
@@ -135,9 +128,7 @@ def test_sessions_of_one_peer() -> None:
 
 
 def test_connections_that_prove_nothing() -> None:
-    limits = _core.EndpointLimits()
-    limits.sessions_max = 64
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(sessions_max=64))
     accepted, hung_up = [], []
     for _ in range(20):
         session, effects = pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)
@@ -170,10 +161,7 @@ def test_releases_of_unknown_grants_evict_only_each_other() -> None:
 
 
 def test_fetches_push_out_no_tombstone_of_a_grant_of_blocks() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.tombstones_max = 8
-    limits.grants = grants
+    limits = endpoint_limits(tombstones_max=8)
     pair = RegionPair(limits)
     pair.add_region("a", 7, bytes(256))
     pair.add_region("b", 9, bytes(256))
@@ -189,9 +177,7 @@ def test_fetches_push_out_no_tombstone_of_a_grant_of_blocks() -> None:
 
 class StripedPair(RegionPair):
     def __init__(self, stripes: int) -> None:
-        limits = _core.EndpointLimits()
-        limits.stripes = stripes
-        super().__init__(limits)
+        super().__init__(endpoint_limits(stripes=stripes))
         for name in "ab":
             self.ends[name].set_peer(self.refs[self.other(name)], KEY, SessionKind.TCP)
         self.add_region("a", 7, bytes(256))

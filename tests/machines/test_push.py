@@ -10,6 +10,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -38,6 +39,13 @@ def told(pair: RegionPair) -> list[tuple[str, bytes | None]]:
     return out
 
 
+def answer_to(pair: RegionPair, push: Any) -> Any:
+    """The code of what ``b`` answers at once to a PUSH of its peer."""
+    session = next(session for name, session in pair.peer_session if name == "b")
+    (answer,) = pair.ends["b"].on_frame(session, push, pair.now)
+    return answer.frame.code
+
+
 def drop(kind: type, times: int = 1) -> Any:
     left = times
 
@@ -51,10 +59,14 @@ def drop(kind: type, times: int = 1) -> Any:
     return fate
 
 
+@pytest.fixture
+def pair() -> RegionPair:
+    return ready_pair()
+
+
 @pytest.mark.parametrize("lane", [Lane.MEMORY, Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.UCX])
 @pytest.mark.parametrize("wants_checksums", [False, True])
-def test_commits(lane: Any, wants_checksums: bool) -> None:
-    pair = ready_pair()
+def test_commits(pair: RegionPair, lane: Any, wants_checksums: bool) -> None:
     pair.post(
         "a",
         "push",
@@ -85,8 +97,7 @@ def test_commits(lane: Any, wants_checksums: bool) -> None:
     assert pair.take("a", _core.GrantEnded) == []
 
 
-def test_an_empty_notification_is_one() -> None:
-    pair = ready_pair()
+def test_an_empty_notification_is_one(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO, notification=b"")
     pair.run()
     assert told(pair) == [("notified 0", b""), ("COMMITTED ok 128", None)]
@@ -106,9 +117,8 @@ def test_no_offer_no_byte(what: str) -> None:
     assert pair.ends["b"].counts().grants.refused == 1
 
 
-def test_a_push_that_comes_again_is_taken_once() -> None:
+def test_a_push_that_comes_again_is_taken_once(pair: RegionPair) -> None:
     """While it is live, and when its answer was lost: DONE again, and neither bytes nor notification twice."""
-    pair = ready_pair()
     pushes: list[Any] = []
 
     def twice(frame: Any) -> int:
@@ -131,8 +141,7 @@ def test_a_push_that_comes_again_is_taken_once() -> None:
     assert (type(again.frame), again.frame.code) == (_core.Done, Code.ok)
 
 
-def test_a_lost_push_is_asked_again() -> None:
-    pair = ready_pair()
+def test_a_lost_push_is_asked_again(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO)
     pair.pump(drop(_core.Push))
     pair.advance(2 * S)
@@ -141,9 +150,8 @@ def test_a_lost_push_is_asked_again() -> None:
     assert (final.state, final.attempts) == (TransferState.COMMITTED, 2)
 
 
-def test_another_peers_id_is_refused() -> None:
+def test_another_peers_id_is_refused(pair: RegionPair) -> None:
     """A push under an id that this agent uses itself, for something else."""
-    pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
     pair.pump(drop(_core.Fetch))
     session = next(session for name, session in pair.peer_session if name == "b")
@@ -167,30 +175,23 @@ def test_another_peers_id_is_refused() -> None:
     ],
     ids=["count", "length", "nothing", "too many"],
 )
-def test_a_push_that_makes_no_sense_is_refused(source: Any, to: Any) -> None:
-    pair = ready_pair()
+def test_a_push_that_makes_no_sense_is_refused(pair: RegionPair, source: Any, to: Any) -> None:
     pair.post("a", "push", ID, FROM, TO)
     pair.run()
-    session = next(session for name, session in pair.peer_session if name == "b")
     push = _core.Push(b"p" * 16, Lane.MEMORY, _core.WireList(source), _core.WireList(to))
-    (answer,) = pair.ends["b"].on_frame(session, push, pair.now)
-    assert answer.frame.code == Code.refused
+    assert answer_to(pair, push) == Code.refused
 
 
-def test_a_lane_that_this_session_cannot_have_is_refused() -> None:
-    pair = ready_pair()
+def test_a_lane_that_this_session_cannot_have_is_refused(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO)
     pair.run()
-    session = next(session for name, session in pair.peer_session if name == "b")
     push = _core.Push(b"p" * 16, Lane.STREAM, _core.WireList(FROM), _core.WireList(TO))
-    (answer,) = pair.ends["b"].on_frame(session, push, pair.now)
-    assert answer.frame.code == Code.refused
+    assert answer_to(pair, push) == Code.refused
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_no_lane_is_the_next_lane_under_the_same_id(where: str) -> None:
+def test_no_lane_is_the_next_lane_under_the_same_id(pair: RegionPair, where: str) -> None:
     """What the source cannot have mapped it knows itself; what the destination cannot read it says by DONE."""
-    pair = ready_pair()
     pair.unmappable.add(Lane.UCX)
     pushes: list[Any] = []
     pair.post(
@@ -209,8 +210,7 @@ def test_no_lane_is_the_next_lane_under_the_same_id(where: str) -> None:
     assert pair.ends["a"].counts().grants.alive == 0
 
 
-def test_no_lane_at_all() -> None:
-    pair = ready_pair()
+def test_no_lane_at_all(pair: RegionPair) -> None:
     pair.unmappable |= {Lane.UCX, Lane.CMA}
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.MAPPED, Lane.CMA, Lane.UCX], notification=b"n")
     pair.run()
@@ -218,8 +218,7 @@ def test_no_lane_at_all() -> None:
     assert ("notified 0", b"n") not in told(pair)
 
 
-def test_removing_the_offer_drains_first() -> None:
-    pair = ready_pair()
+def test_removing_the_offer_drains_first(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO, notification=b"n")
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
@@ -240,9 +239,8 @@ def test_removing_the_offer_drains_first() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "remove", "deadline"])
-def test_whatever_ends_a_push_ends_its_grant_first(how: str) -> None:
+def test_whatever_ends_a_push_ends_its_grant_first(pair: RegionPair, how: str) -> None:
     """So the destination, which has read everything by then, is told no."""
-    pair = ready_pair()
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.CMA], notification=b"n", deadline_s=1)
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
@@ -271,8 +269,7 @@ def test_whatever_ends_a_push_ends_its_grant_first(how: str) -> None:
     assert ends[0][0].split()[0] == "FAILED"
 
 
-def test_done_without_a_verdict_ok_is_not_believed() -> None:
-    pair = ready_pair()
+def test_done_without_a_verdict_ok_is_not_believed(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO)
     pair.pump(drop(_core.Push))
     session = next(session for name, session in pair.peer_session if name == "a")
@@ -281,11 +278,7 @@ def test_done_without_a_verdict_ok_is_not_believed() -> None:
 
 
 def test_a_cut_is_resumed_with_what_is_missing() -> None:
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.data_bytes_max = 32
-    limits.grants = grants
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(data_bytes_max=32))
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.STREAM], notification=b"n")
     pair.pump()
     pair.perform("a")
@@ -298,11 +291,10 @@ def test_a_cut_is_resumed_with_what_is_missing() -> None:
     assert pair.memory["b"][9][64:192] == DATA[:128]
 
 
-def test_another_lane_is_no_second_push() -> None:
+def test_another_lane_is_no_second_push(pair: RegionPair) -> None:
     """Flaw: the destination had committed, its answer was lost with the session, and the socket of that lane did not
     take another one. The next lane went by another id: the bytes came twice, and the notification.
     """
-    pair = ready_pair()
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
     pair.pump()
     pair.perform("b")
@@ -319,8 +311,7 @@ def test_another_lane_is_no_second_push() -> None:
     assert told(pair) == [("notified 0", b"n"), ("COMMITTED ok 128", None)]
 
 
-def test_a_destination_that_goes_silent_is_given_up() -> None:
-    pair = ready_pair()
+def test_a_destination_that_goes_silent_is_given_up(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.STREAM])
     pair.pump()
     pair.reachable = False
@@ -330,16 +321,14 @@ def test_a_destination_that_goes_silent_is_given_up() -> None:
     assert told(pair) == [("FAILED peer_gone 0", None)]
 
 
-def test_the_death_of_the_initiator_ends_what_it_offered() -> None:
-    pair = ready_pair()
+def test_the_death_of_the_initiator_ends_what_it_offered(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.STREAM], notification=b"n")
     pair.pump()
     pair.do("b", pair.ends["b"].peer_dead(pair.refs["a"], pair.now))
     assert told(pair) == [("FAILED peer_gone 0", None)]
 
 
-def test_the_death_of_the_destination_ends_a_push() -> None:
-    pair = ready_pair()
+def test_the_death_of_the_destination_ends_a_push(pair: RegionPair) -> None:
     pair.post("a", "push", ID, FROM, TO, lanes=[Lane.STREAM])
     pair.pump()
     pair.do("a", pair.ends["a"].peer_dead(pair.refs["b"], pair.now))
@@ -349,9 +338,7 @@ def test_the_death_of_the_destination_ends_a_push() -> None:
 
 
 def test_a_push_of_one_peer_leaves_room_for_others() -> None:
-    limits = _core.EndpointLimits()
-    limits.transfers_max = 40
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(transfers_max=40))
     for n in range(20):
         pair.post("a", "push", bytes([n * 8]) * 16, FROM, TO)
     pair.pump()
@@ -361,8 +348,7 @@ def test_a_push_of_one_peer_leaves_room_for_others() -> None:
     assert pair.finals("a") == [("COMMITTED", "ok")] * 16
 
 
-def test_post_with_invalid_arguments_is_refused() -> None:
-    pair = ready_pair()
+def test_post_with_invalid_arguments_is_refused(pair: RegionPair) -> None:
     with pytest.raises(InvalidArgumentError, match="notification"):
         pair.post("a", "push", ID, FROM, TO, notification=bytes(65537))
     with pytest.raises(InvalidArgumentError, match="deadline"):
@@ -392,10 +378,7 @@ def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) 
 
 
 def short_lived() -> RegionPair:
-    limits, grants = _core.EndpointLimits(), _core.GrantLimits()
-    grants.lifetime_max_ns = 5 * S
-    limits.grants = grants
-    return ready_pair(limits)
+    return ready_pair(endpoint_limits(lifetime_max_ns=5 * S))
 
 
 def test_an_offer_without_a_deadline_ends() -> None:
@@ -426,21 +409,16 @@ def test_a_push_ends_with_the_lifetime_of_its_grant() -> None:
 
 
 def test_room_is_asked_before_the_lists_of_a_push_are_looked_at() -> None:
-    limits = _core.EndpointLimits()
-    limits.transfers_max = 40
-    pair = ready_pair(limits)
+    pair = ready_pair(endpoint_limits(transfers_max=40))
     for n in range(16):
         pair.post("a", "push", bytes([n * 8]) * 16, FROM, TO)
     pair.pump()
-    session = next(session for name, session in pair.peer_session if name == "b")
     nonsense = _core.WireList([(8, 0, 16, 8, 2)])
-    (answer,) = pair.ends["b"].on_frame(session, _core.Push(b"z" * 16, Lane.MEMORY, nonsense, nonsense), pair.now)
-    assert answer.frame.code == Code.overloaded
+    assert answer_to(pair, _core.Push(b"z" * 16, Lane.MEMORY, nonsense, nonsense)) == Code.overloaded
 
 
 @pytest.mark.parametrize("lengths", [(16, 8, 8), (8, 16, 8), (8, 8, 16)])
-def test_lists_that_go_whole_are_compared_element_by_element(lengths: tuple[int, int, int]) -> None:
-    pair = ready_pair()
+def test_lists_that_go_whole_are_compared_element_by_element(pair: RegionPair, lengths: tuple[int, int, int]) -> None:
     pair.post("a", "push", b"0" * 16, FROM, TO)
     pair.run()
     session = next(session for name, session in pair.peer_session if name == "b")

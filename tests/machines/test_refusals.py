@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvxfer._native import _core
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 BYTES = bytes(range(256))
 
 
 def pair_that_survives(refusals: int) -> RegionPair:
-    limits = _core.EndpointLimits()
-    limits.refusals_max = refusals
-    pair = RegionPair(limits)
+    pair = RegionPair(endpoint_limits(refusals_max=refusals))
     pair.add_region("a", 7, BYTES)
     pair.add_region("a", 8, BYTES, can_read=False)
     pair.add_region("b", 9, bytes(256))

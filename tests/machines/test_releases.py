@@ -10,6 +10,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import GrantState
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import Pair
 from tests.support.machines.pulls import ID, finals, grant, land, pull
 
@@ -39,9 +40,7 @@ def test_said_again_over_the_next_session(dialer: str) -> None:
 
 
 def test_release_goes_over_another_session_at_once() -> None:
-    limits = _core.EndpointLimits()
-    limits.stripes = 2
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(stripes=2))
     b, ids = pair.ends["b"], [b"1" * 16, b"2" * 16]
     for at, id_ in enumerate(ids):
         pull(pair, id_, at=at, count=1, lane=_core.Lane.STREAM)
@@ -57,11 +56,7 @@ def test_release_goes_over_another_session_at_once() -> None:
 
 
 def test_not_when_the_grant_must_be_over() -> None:
-    limits = _core.EndpointLimits()
-    grants = limits.grants
-    grants.lifetime_max_ns = 20 * S
-    limits.grants = grants
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(lifetime_max_ns=20 * S))
     commit_and_cut(pair)
     pair.advance(20 * S)
     assert [e.state for e in pair.take("a", _core.GrantEnded)] == [GrantState.EXPIRED]
@@ -90,9 +85,7 @@ def test_no_grant_outlives_its_reader_past_the_next_session(seed: int) -> None:
     session that holds, the source has nothing alive of what is over, long before it would expire.
     """
     rng = random.Random(seed)
-    limits = _core.EndpointLimits()
-    limits.stripes = rng.choice((1, 2))
-    pair = Pair(limits)
+    pair = Pair(endpoint_limits(stripes=rng.choice((1, 2))))
     b = pair.ends["b"]
     ids = [bytes([number]) * 16 for number in range(12)]
     for number, id_ in enumerate(ids):

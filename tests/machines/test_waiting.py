@@ -12,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.endpoint_pair import Pair
 
 ID = b"t" * 16
@@ -60,8 +61,12 @@ def reserved(pair: Pair) -> int:
     return int(pair.ends["b"].counts().pools[0].reserved)
 
 
-def test_a_pull_without_blocks_is_granted_then_given_blocks_and_commits() -> None:
-    pair = Pair()
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_pull_without_blocks_is_granted_then_given_blocks_and_commits(pair: Pair) -> None:
     ask(pair)
     assert (state(pair), reserved(pair)) == (TransferState.WAITING, 0)
     grant(pair)
@@ -79,8 +84,7 @@ def test_a_pull_without_blocks_is_granted_then_given_blocks_and_commits() -> Non
     assert pair.ends["a"].grant_state(ID, pair.now) == GrantState.RELEASED
 
 
-def test_the_destination_chooses_where_to_begin_when_it_has_blocks() -> None:
-    pair = Pair()
+def test_the_destination_chooses_where_to_begin_when_it_has_blocks(pair: Pair) -> None:
     ask(pair)
     grant(pair)
     reserve(pair, (7,), first=1)
@@ -89,8 +93,7 @@ def test_the_destination_chooses_where_to_begin_when_it_has_blocks() -> None:
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_a_source_tells_a_reader_without_blocks_that_the_grant_exists_and_sends_nothing(lane: Any) -> None:
-    pair = Pair()
+def test_a_source_tells_a_reader_without_blocks_that_the_grant_exists_and_sends_nothing(pair: Pair, lane: Any) -> None:
     ask(pair, lane=lane)
     grant(pair)
     assert state(pair) == TransferState.GRANTED
@@ -100,8 +103,7 @@ def test_a_source_tells_a_reader_without_blocks_that_the_grant_exists_and_sends_
     assert len(pair.take("a", _core.SendData)) == (lane == _core.Lane.STREAM)
 
 
-def test_an_engine_that_is_silent_is_not_forgiven_with_each_new_session() -> None:
-    pair = Pair()
+def test_an_engine_that_is_silent_is_not_forgiven_with_each_new_session(pair: Pair) -> None:
     pair.ends["a"].expect(ID, "b")
     pair.ends["a"].pulse(True, True, pair.now)
     ask(pair)
@@ -113,9 +115,8 @@ def test_an_engine_that_is_silent_is_not_forgiven_with_each_new_session() -> Non
     assert final(pair)[0] == "peer_gone"
 
 
-def test_an_engine_that_stopped_while_it_was_idle_is_noticed_by_what_it_does_not_take_in() -> None:
+def test_an_engine_that_stopped_while_it_was_idle_is_noticed_by_what_it_does_not_take_in(pair: Pair) -> None:
     """It said that it had no work, and never will say more: but a prompt was accepted for it."""
-    pair = Pair()
     pair.ends["a"].pulse(False, True, pair.now)
     pair.advance(60 * S)
     pair.ends["a"].expect(ID, "b")
@@ -128,8 +129,7 @@ def test_an_engine_that_stopped_while_it_was_idle_is_noticed_by_what_it_does_not
     assert "sent no heartbeat" in text
 
 
-def test_waiting_pull_learns_whether_its_prompt_is_known_and_its_position() -> None:
-    pair = Pair()
+def test_waiting_pull_learns_whether_its_prompt_is_known_and_its_position(pair: Pair) -> None:
     pair.ends["a"].pulse(True, True, pair.now)
     pair.ends["a"].expect(b"1" * 16, "b")
     said: list[Any] = []
@@ -155,8 +155,7 @@ def test_waiting_pull_learns_whether_its_prompt_is_known_and_its_position() -> N
     assert pair.ends["a"].counts().grants.expected == 0
 
 
-def test_a_prompt_that_a_busy_engine_was_never_asked_for_is_unknown() -> None:
-    pair = Pair()
+def test_a_prompt_that_a_busy_engine_was_never_asked_for_is_unknown(pair: Pair) -> None:
     ask(pair)
     began = pair.now
     while state(pair) == TransferState.WAITING and pair.now - began < 10 * S:
@@ -166,8 +165,7 @@ def test_a_prompt_that_a_busy_engine_was_never_asked_for_is_unknown() -> None:
     assert 2 * S <= pair.now - began <= 2.5 * S
 
 
-def test_a_prompt_that_an_idle_engine_was_never_asked_for_is_unknown() -> None:
-    pair = Pair()
+def test_a_prompt_that_an_idle_engine_was_never_asked_for_is_unknown(pair: Pair) -> None:
     pair.ends["a"].pulse(False, True, pair.now)
     pair.advance(60 * S)
     ask(pair)
@@ -177,8 +175,7 @@ def test_a_prompt_that_an_idle_engine_was_never_asked_for_is_unknown() -> None:
     assert final(pair)[0] == "grant_unknown"
 
 
-def test_one_that_comes_to_the_engine_late_is_waited_for() -> None:
-    pair = Pair()
+def test_one_that_comes_to_the_engine_late_is_waited_for(pair: Pair) -> None:
     ask(pair)
     for step in range(1200):
         pair.ends["a"].pulse(True, True, pair.now)
@@ -190,8 +187,7 @@ def test_one_that_comes_to_the_engine_late_is_waited_for() -> None:
     assert state(pair) == TransferState.GRANTED
 
 
-def test_an_owner_without_an_engine_lets_pulls_wait_as_long_as_they_want() -> None:
-    pair = Pair()
+def test_an_owner_without_an_engine_lets_pulls_wait_as_long_as_they_want(pair: Pair) -> None:
     ask(pair, timeout_ns=100 * S)
     pair.advance(99 * S)
     assert state(pair) == TransferState.WAITING
@@ -199,8 +195,7 @@ def test_an_owner_without_an_engine_lets_pulls_wait_as_long_as_they_want() -> No
     assert final(pair) == ("deadline", "no grant came in the time that the request allows")
 
 
-def test_an_engine_with_work_that_sends_no_heartbeat_ends_the_wait() -> None:
-    pair = Pair()
+def test_an_engine_with_work_that_sends_no_heartbeat_ends_the_wait(pair: Pair) -> None:
     pair.ends["a"].expect(ID, "b")
     pair.ends["a"].pulse(True, True, pair.now)
     ask(pair)
@@ -212,15 +207,13 @@ def test_an_engine_with_work_that_sends_no_heartbeat_ends_the_wait() -> None:
     assert "no heartbeat" in text
 
 
-def test_an_agent_that_says_nothing_of_a_pull_ends_the_wait_too() -> None:
-    pair = Pair()
+def test_an_agent_that_says_nothing_of_a_pull_ends_the_wait_too(pair: Pair) -> None:
     ask(pair)
     pair.advance(11 * S, lambda frame: not isinstance(frame, (_core.Queued, _core.ErrorFrame)))
     assert final(pair)[0] == "peer_gone"
 
 
-def test_the_deadline_of_a_transfer_counts_from_its_grant() -> None:
-    pair = Pair()
+def test_the_deadline_of_a_transfer_counts_from_its_grant(pair: Pair) -> None:
     pair.ends["a"].expect(ID, "b")
     ask(pair)
     for _ in range(120):
@@ -236,8 +229,7 @@ def test_the_deadline_of_a_transfer_counts_from_its_grant() -> None:
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_early_blocks_can_be_taken_back_until_the_grant_is_heard_of(lane: Any) -> None:
-    pair = Pair()
+def test_early_blocks_can_be_taken_back_until_the_grant_is_heard_of(pair: Pair, lane: Any) -> None:
     ask(pair, lane=lane, blocks=(4, 5))
     assert reserved(pair) == 2
     is_done, effects = pair.ends["b"].unreserve(ID, pair.now)
@@ -254,9 +246,8 @@ def test_early_blocks_can_be_taken_back_until_the_grant_is_heard_of(lane: Any) -
     assert pair.ends["a"].has_begun(ID)
 
 
-def test_blocks_that_were_taken_back_while_the_grant_was_made_are_not_written() -> None:
+def test_blocks_that_were_taken_back_while_the_grant_was_made_are_not_written(pair: Pair) -> None:
     """The source had the old question, and its announcement and bytes are on the way."""
-    pair = Pair()
     ask(pair, lane=_core.Lane.STREAM, blocks=(4, 5))
     a, b = pair.ends["a"], pair.ends["b"]
     pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
@@ -271,8 +262,7 @@ def test_blocks_that_were_taken_back_while_the_grant_was_made_are_not_written() 
     assert state(pair) == TransferState.GRANTED
 
 
-def test_a_lost_session_tells_of_the_grant_again() -> None:
-    pair = Pair()
+def test_a_lost_session_tells_of_the_grant_again(pair: Pair) -> None:
     ask(pair)
     grant(pair)
     assert len(pair.take("b", _core.TransferGranted)) == 1
@@ -301,8 +291,7 @@ def test_owners_reason_of_a_revocation_reaches_the_reader() -> None:
         assert "no_room" in text
 
 
-def test_wrong_calls_change_nothing() -> None:
-    pair = Pair()
+def test_wrong_calls_change_nothing(pair: Pair) -> None:
     end = pair.ends["b"]
     with pytest.raises(InvalidArgumentError):
         end.reserve(ID, [1], 0, pair.now)
@@ -322,8 +311,7 @@ def test_wrong_calls_change_nothing() -> None:
     assert reserved(pair) == 2
 
 
-def test_a_cancelled_wait_gives_back_what_it_had() -> None:
-    pair = Pair()
+def test_a_cancelled_wait_gives_back_what_it_had(pair: Pair) -> None:
     ask(pair, blocks=(4, 5))
     pair.do("b", pair.ends["b"].cancel(ID, pair.now))
     assert reserved(pair) == 0
@@ -334,10 +322,7 @@ def test_a_cancelled_wait_gives_back_what_it_had() -> None:
 
 def test_a_known_prompt_is_waited_for_as_long_as_its_reader_wants() -> None:
     """However long this source would wait for one that it does not know."""
-    limits = _core.EndpointLimits()
-    grants = limits.grants
-    grants.wait_max_ns = 5 * S
-    limits.grants = grants
+    limits = endpoint_limits(wait_max_ns=5 * S)
     pair = Pair(limits)
     pair.ends["a"].expect(ID, "b")
     ask(pair, timeout_ns=100 * S)
@@ -354,8 +339,7 @@ def test_a_known_prompt_is_waited_for_as_long_as_its_reader_wants() -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_pull_with_blocks_tells_of_its_grant_where_that_is_wanted(tells: bool) -> None:
-    pair = Pair()
+def test_a_pull_with_blocks_tells_of_its_grant_where_that_is_wanted(pair: Pair, tells: bool) -> None:
     end = pair.ends["b"]
     effects = end.pull(
         ID, pair.refs["a"], 1, [4, 5], 0, [_core.Lane.MEMORY], pair.now + S, 7, pair.now, tells_granted=tells

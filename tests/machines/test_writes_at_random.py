@@ -16,6 +16,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
 from kvxfer.testing.sim.elements import places
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.admissions import ADMISSIONS
 from tests.support.machines.region_pair import RegionPair
 
@@ -44,10 +45,8 @@ class Chaos(RegionPair):
         """``kind``: how ``b`` knows ``a``."""
         self.random = random.Random(seed)
         self.kind, self.is_calm = kind, False
-        limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
-        transfers.read_bytes_max = grants.data_bytes_max = 16 * self.random.choice([1, 2, 3, 8])
-        limits.transfers, limits.grants = transfers, grants
-        super().__init__(limits)
+        most = 16 * self.random.choice([1, 2, 3, 8])
+        super().__init__(endpoint_limits(read_bytes_max=most, data_bytes_max=most))
         source = {"is_shareable": self.random.random() < 0.8, "is_exposed": self.random.random() < 0.8}
         self.add_region("a", SOURCE, DATA, **source)
         self.add_region("b", TARGET, bytes(len(DATA)), is_shareable=True)

@@ -9,6 +9,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -44,11 +45,7 @@ class ZeroCopyPair(RegionPair):
 
 def posted(*, frames: int = 1) -> ZeroCopyPair:
     """``b`` has asked for four elements; they go out in so many frames."""
-    limits = _core.EndpointLimits()
-    grants = _core.GrantLimits()
-    grants.data_bytes_max = 256 // frames
-    limits.grants = grants
-    pair = ZeroCopyPair(limits)
+    pair = ZeroCopyPair(endpoint_limits(data_bytes_max=256 // frames))
     pair.add_region("a", 7, DATA)
     pair.add_region("b", 9, bytes(256))
     pair.post("b", "fetch", ID, [(9, 0, 64, 64, 4)], [(7, 0, 64, 64, 4)], lanes=[Lane.STREAM])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.native.nodes import Nodes
+from tests.support.native.nodes import Node, Nodes
 
 
 @pytest.fixture
@@ -29,3 +29,19 @@ _ids = itertools.count(1)
 @pytest.fixture
 def new_id() -> Callable[[], bytes]:
     return lambda: next(_ids).to_bytes(4, "big") + os.urandom(12)
+
+
+@pytest.fixture
+def joined(nodes: Nodes) -> tuple[Node, Node]:
+    """As :meth:`Nodes.pair` makes them."""
+    return nodes.pair()
+
+
+@pytest.fixture
+def p(joined: tuple[Node, Node]) -> Node:
+    return joined[0]
+
+
+@pytest.fixture
+def d(joined: tuple[Node, Node]) -> Node:
+    return joined[1]

@@ -14,9 +14,9 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import GrantRevokedError
+from tests.support.native.nodes import NewId
 from tests.support.native.rawpeer import KEY, RawSource
 
-NewId = Callable[[], bytes]
 MAPPED, STREAM, CMA, UNIX = native.Lane.MAPPED, native.Lane.STREAM, native.Lane.CMA, native.Lane.UNIX
 BLOCK, BLOCKS = 5000, 64
 DIGEST = b"d" * 32

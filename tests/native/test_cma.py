@@ -21,14 +21,13 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.native.lying_source import KEY, LyingSource
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 from tests.support.restricted import NOT_APPLICABLE, Restrictions, restricted
 
 CMA, STREAM = native.Lane.CMA, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
 BLOCK, BLOCKS = 4096, 16
 BYTES = BLOCK * BLOCKS
-NewId = Callable[[], bytes]
 
 pytestmark = needs_cma
 
@@ -36,13 +35,11 @@ pytestmark = needs_cma
 # --- bytes arrive ---
 
 
-def test_a_pull(nodes: Any, new_id: NewId) -> None:
+def test_a_pull(nodes: Any) -> None:
     p, d = nodes.pair(blocks=3000, is_exposed=True, is_shareable=False)
     granted = np.random.default_rng(1).permutation(3000)[:2500]
     filled = np.sort(np.random.default_rng(2).permutation(3000)[:2500])
-    transfer = new_id()
-    p.grant(transfer, granted)
-    d.pull(transfer, p, filled, lanes=[CMA])
+    transfer = d.pull_granted(p, granted, filled, lanes=[CMA])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, CMA), final.text
     assert d.content(filled) == p.content(granted)
@@ -51,13 +48,11 @@ def test_a_pull(nodes: Any, new_id: NewId) -> None:
     assert d.core.statistics().bytes_cma == 2500 * BLOCK
 
 
-def test_blocks_that_are_cut_differently_on_both_sides(nodes: Any, new_id: NewId) -> None:
+def test_blocks_that_are_cut_differently_on_both_sides(nodes: Any) -> None:
     """Segments of 1000 and 3096 bytes there, of 4096 here: no run of one side is a run of the other."""
     cut = [(0, 1000, 1000), (1000 * 64, 3096, 3096)]
     p, d = nodes.pair(is_exposed=True, is_shareable=False, region_bytes=BLOCK * 64, source={"segments": cut})
-    transfer = new_id()
-    p.grant(transfer, range(64))
-    d.pull(transfer, p, range(63, -1, -1), lanes=[CMA])
+    transfer = d.pull_granted(p, range(64), range(63, -1, -1), lanes=[CMA])
     assert d.wait_drained(transfer).state == COMMITTED
     assert d.content(range(63, -1, -1)) == p.content(range(64))
 
@@ -87,20 +82,17 @@ def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, has_checksum
     assert np.array_equal(ours.memory, expected)
 
 
-def test_unexposed_pool_is_read_by_stream_not_cma(nodes: Any, new_id: NewId) -> None:
+def test_unexposed_pool_is_read_by_stream_not_cma(nodes: Any) -> None:
     p, d = nodes.pair(is_exposed=False)
-    transfer = new_id()
-    p.grant(transfer, [1, 2])
-    d.pull(transfer, p, [3, 4], lanes=[CMA, STREAM])
+    transfer = d.pull_granted(p, [1, 2], [3, 4], lanes=[CMA, STREAM])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, STREAM)
     assert "exposed" in final.lane_notes
     assert d.content([3, 4]) == p.content([1, 2])
 
 
-def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> None:
+def test_memory_that_went_before_the_word_of_it(p: Any, d: Any, new_id: NewId) -> None:
     """Where the source knows of nothing, the next lane shows that it is the memory, and no lane, that is missing."""
-    p, d = nodes.pair()
     memory = mmap.mmap(-1, BYTES)
     address = address_of(memory)
     region_id = 900

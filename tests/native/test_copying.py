@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 
 MAPPED, CMA = native.Lane.MAPPED, native.Lane.CMA
 MIB = 1 << 20
 POISON = 0xEE
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize(
     "lane", [pytest.param(MAPPED, id="mapped"), pytest.param(CMA, id="cma", marks=needs_cma)]
 )
@@ -54,15 +52,13 @@ def test_elements_of_any_length_and_alignment(
 
 
 @each_lane
-def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_many_large_copies_by_several_threads(nodes: Any, lane: native.Lane) -> None:
     p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 4}})
     for seed in range(20):
         random = np.random.default_rng(seed)
         granted, filled = random.permutation(4096)[:2048], random.permutation(4096)[:2048]
         d.fill(POISON)
-        transfer = new_id()
-        p.grant(transfer, granted)
-        d.pull(transfer, p, filled, lanes=[lane])
+        transfer = d.pull_granted(p, granted, filled, lanes=[lane])
         assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
         theirs, ours = (node.memory.reshape(4096, 4096) for node in (p, d))
         assert np.array_equal(ours[filled], theirs[granted])
@@ -80,11 +76,9 @@ def helpers() -> set[str]:
     return found
 
 
-def pull_all(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
+def pull_all(p: Any, d: Any, lane: native.Lane) -> None:
     d.fill(POISON)
-    transfer = new_id()
-    p.grant(transfer, list(range(4096)))
-    d.pull(transfer, p, list(range(4096)), lanes=[lane])
+    transfer = d.pull_granted(p, list(range(4096)), list(range(4096)), lanes=[lane])
     assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
     assert np.array_equal(d.memory, p.memory)
 
@@ -94,9 +88,9 @@ def pair_of(nodes: Any, threads: int) -> Any:
 
 
 @each_lane
-def test_one_thread_is_one(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_one_thread_is_one(nodes: Any, lane: native.Lane) -> None:
     p, d = pair_of(nodes, 1)
     before = helpers()
     for _ in range(5):
-        pull_all(p, d, new_id, lane)
+        pull_all(p, d, lane)
     assert helpers() <= before

@@ -30,8 +30,8 @@ from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
 from kvxfer.types import AgentRef, Incarnation, Lane, MemoryKind, RegionRecord
 from tests.support.native.cuda_driver import POOL, DeviceMemory, Driver, add_pool, build, grant, pull, register
+from tests.support.native.nodes import NewId
 
-NewId = Callable[[], bytes]
 STREAM, UNIX, MAPPED, CMA = native.Lane.STREAM, native.Lane.UNIX, native.Lane.MAPPED, native.Lane.CMA
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 SECOND = 1_000_000_000
@@ -65,6 +65,22 @@ def driver(loaded: Driver, nodes: Any) -> Iterator[Driver]:
         node.core.close()
     assert loaded.count("violations") == 0
     assert loaded.count("pinned") == 0
+
+
+def waits_for_the_device(driver: Driver, remove: Callable[[], object]) -> None:
+    """``remove`` returns once the copies of the device are let go on, and not before."""
+    removed = threading.Event()
+
+    def call() -> None:
+        remove()
+        removed.set()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert not removed.wait(0.2)
+    driver.set()
+    thread.join(20)
+    assert removed.is_set()
 
 
 @pytest.mark.parametrize("lane", [STREAM, UNIX], ids=["stream", "unix"])
@@ -232,18 +248,7 @@ def test_a_region_is_taken_back_after_a_push_that_had_ended_and_still_lands(
     driver.wait_for_copies()
     d.core.peer_dead(p.ref)
     d.wait(lambda _: d.core.counts().transfers_live == 0, "the end of the push")
-    removed = threading.Event()
-
-    def remove() -> None:
-        d.core.remove_region(target)
-        removed.set()
-
-    thread = threading.Thread(target=remove)
-    thread.start()
-    assert not removed.wait(0.2)
-    driver.set()
-    thread.join(20)
-    assert removed.is_set()
+    waits_for_the_device(driver, lambda: d.core.remove_region(target))
 
 
 def test_memory_is_not_taken_back_under_a_gather(driver: Driver, nodes: Any, new_id: NewId) -> None:
@@ -260,18 +265,7 @@ def test_memory_is_not_taken_back_under_a_gather(driver: Driver, nodes: Any, new
     pull(d, transfer, p, np.arange(16))
     driver.wait_for_copies()
     p.core.end_grant(transfer, native.GrantEvent.REVOKE)
-    removed = threading.Event()
-
-    def remove() -> None:
-        p.core.remove_pool(POOL)
-        removed.set()
-
-    thread = threading.Thread(target=remove)
-    thread.start()
-    assert not removed.wait(0.2)
-    driver.set()
-    thread.join(20)
-    assert removed.is_set()
+    waits_for_the_device(driver, lambda: p.core.remove_pool(POOL))
     final = d.wait_drained(transfer)
     assert (final.state, final.code) == (FAILED, native.Code.grant_revoked)
     for at in range(0, 65536, 4096):

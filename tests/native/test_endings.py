@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import ClosedError, GrantUnknownError, LimitExceededError
 from tests.support import child
+from tests.support.native.nodes import NewId
 
 STREAM = native.Lane.STREAM
-NewId = Callable[[], bytes]
 
 
 def test_final_is_told_before_drained_while_a_send_is_waited_for(nodes: Any, new_id: NewId) -> None:
@@ -88,12 +87,10 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
     assert not wrong
 
 
-def test_two_that_end_one_grant(nodes: Any, new_id: NewId) -> None:
+def test_two_that_end_one_grant(nodes: Any) -> None:
     """The second caller gets the same end."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=16)
-    transfer = new_id()
-    p.grant(transfer, np.arange(16))
-    d.pull(transfer, p, np.arange(16), lanes=[STREAM])
+    transfer = d.pull_granted(p, np.arange(16), np.arange(16), lanes=[STREAM])
     d.wait_begun(transfer)
     ends: list[native.GrantState] = []
     threads = [
@@ -128,9 +125,8 @@ def test_frame_before_the_proof_is_refused_early(nodes: Any) -> None:
         assert "before the session was proven" in p.wait_for(native.SessionRefused).text
 
 
-def test_untaken_notifications_are_bounded(nodes: Any) -> None:
+def test_untaken_notifications_are_bounded(p: Any, d: Any) -> None:
     """Empty ones too; and none is lost by it."""
-    p, d = nodes.pair()
     sent = 0
     end = time.monotonic() + 30
     while sent < 67000 and time.monotonic() < end:
@@ -256,13 +252,11 @@ def test_the_descriptor_is_not_readable_for_ever(nodes: Any, new_id: NewId) -> N
         sys.setswitchinterval(interval)
 
 
-def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: NewId) -> None:
+def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any) -> None:
     """The reader is told what ended it: that the rest went out as zeros is no broken byte."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=64, has_checksums=True)
     for round_ in range(12):
-        transfer = new_id()
-        p.grant(transfer, np.arange(64))
-        d.pull(transfer, p, np.arange(64), lanes=[STREAM])
+        transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[STREAM])
         d.wait_begun(transfer)
         time.sleep(0.001 * (round_ % 6))
         p.core.end_grant(transfer, native.GrantEvent.REVOKE)
@@ -297,9 +291,8 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
 
 @pytest.mark.nightly  # 66,000 posts
 @pytest.mark.no_sanitizer  # a minute of the same two threads
-def test_untaken_ended_offers_are_bounded(nodes: Any) -> None:
+def test_untaken_ended_offers_are_bounded(p: Any, d: Any) -> None:
     """By the oldest of them; nothing else is lost."""
-    p, d = nodes.pair()
     source, target = p.register(4096), d.register(4096)
     p.core.notify(d.ref, b"before")
     size = 32

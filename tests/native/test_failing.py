@@ -7,7 +7,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from kvxfer._native import _core as native
 from kvxfer.errors import KvxferError
 from tests.support import child
 from tests.support.native.cuda_driver import build
+from tests.support.native.nodes import NewId
 
-NewId = Callable[[], bytes]
 STREAM = native.Lane.STREAM
 
 

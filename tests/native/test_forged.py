@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import DIGEST
+from tests.support.native.nodes import DIGEST, NewId
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 Lane = native.Lane
 STREAM = Lane.STREAM
 TCP, UNIX = native.SessionKind.TCP, native.SessionKind.UNIX

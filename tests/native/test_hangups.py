@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import DIGEST
+from tests.support.native.nodes import DIGEST, NewId
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 BLOCK, BLOCKS = 1 << 20, 16
 
 

@@ -9,14 +9,13 @@ import select
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import POISON, UCX_LIBRARY, needs_cma, needs_ucx
+from tests.support.native.nodes import POISON, UCX_LIBRARY, NewId, needs_cma, needs_ucx
 
 MAPPED, CMA, UCX = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UCX
 COMMITTED = native.TransferState.COMMITTED
@@ -24,7 +23,6 @@ BLOCK, BLOCKS = 65536, 256
 NBYTES = BLOCK * BLOCKS
 KEY = b"k" * 32
 REGION = 900
-NewId = Callable[[], bytes]
 Node = Any
 
 THROUGH_SOCKETS = [pytest.param(native.Lane.STREAM, id="stream"), pytest.param(native.Lane.UNIX, id="unix")]

@@ -6,7 +6,6 @@ import mmap
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from kvxfer._native import _core as native
 from kvxfer.errors import InvalidArgumentError, LimitExceededError
 
 MIB = 1 << 20
-NewId = Callable[[], bytes]
 
 
 SWITCH = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -58,11 +56,9 @@ def test_a_wish_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.skipif(free_huge_pages() < 4, reason="the host has reserved no huge pages (sysctl vm.nr_hugepages)")
-def test_a_pool_on_huge_pages_is_mapped(nodes: Any, new_id: NewId) -> None:
+def test_a_pool_on_huge_pages_is_mapped(nodes: Any) -> None:
     p, d = nodes.pair(blocks=1000, block_bytes=4096)
     assert p.region.page_bytes >= 2 * MIB
-    transfer = new_id()
-    p.grant(transfer, range(1000))
-    d.pull(transfer, p, range(999, -1, -1), lanes=[native.Lane.MAPPED])
+    transfer = d.pull_granted(p, range(1000), range(999, -1, -1), lanes=[native.Lane.MAPPED])
     assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
     assert d.content(range(999, -1, -1)) == p.content(range(1000))

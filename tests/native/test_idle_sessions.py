@@ -7,15 +7,15 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from tests.support.native.nodes import NewId
 
-NewId = Callable[[], bytes]
 STREAM = native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
 KEY = b"k" * 32

@@ -15,9 +15,9 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support import child
+from tests.support.native.nodes import NewId
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 SIZE = 64 << 20
 """More than sockets hold, and of no other region here."""
 ELEMENT = 64 << 10

@@ -14,8 +14,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.native.lying_source import BLOCK, BLOCKS, BYTES, KEY, LyingSource
+from tests.support.native.nodes import NewId
 
-NewId = Callable[[], bytes]
 F_SEAL_FUTURE_WRITE = 0x0010
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 
@@ -196,9 +196,8 @@ def test_a_read_on_a_connection_that_just_closed_is_no_fault_of_the_lane(
     source.close()
 
 
-def test_a_new_pool_under_the_id_of_one_that_was_removed(nodes: Any, new_id: NewId) -> None:
+def test_a_new_pool_under_the_id_of_one_that_was_removed(p: Any, d: Any, new_id: NewId) -> None:
     """That the old one is gone is not taken for a word about the new one, however close they follow each other."""
-    p, d = nodes.pair()
     info = native.PoolInfo(7, p.blocks, p.block_bytes, b"d" * 32, True, False, False)
     for _ in range(60):
         transfer = new_id()

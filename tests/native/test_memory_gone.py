@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import MemoryGoneError
 from tests.support import child
-from tests.support.native.nodes import needs_cma
+from tests.support.native.nodes import NewId, needs_cma
 
-NewId = Callable[[], bytes]
 CMA, STREAM, UNIX = native.Lane.CMA, native.Lane.STREAM, native.Lane.UNIX
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 POISON = 0xEE

@@ -4,16 +4,14 @@ many at once as a call takes, or as the bound lets be in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import POISON, UCX_LIBRARY, needs_cma, needs_ucx
+from tests.support.native.nodes import POISON, UCX_LIBRARY, NewId, needs_cma, needs_ucx
 
-NewId = Callable[[], bytes]
 BLOCK_BYTES, BLOCKS = 4096, 512
 PART = 256
 """Blocks of a read: 1 MiB, which is less than any one call's or get's bound."""

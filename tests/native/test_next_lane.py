@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import make_limits, needs_cma
+from tests.support.limits import endpoint_limits
+from tests.support.native.nodes import NewId, needs_cma
 
-NewId = Callable[[], bytes]
 KEY = b"k" * 32
 MAPPED, CMA, UNIX, STREAM = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UNIX, native.Lane.STREAM
 WINDOW_BYTES = 128 * 1024
@@ -168,7 +168,7 @@ def test_cut_while_bytes_are_under_way(nodes: Any, between: Between, new_id: New
 def test_cut_amid_the_reads(nodes: Any, between: Between, new_id: NewId, verb: str, lane: native.Lane) -> None:
     """Thousands of reads, and the session goes after some. Where the host let them all end before, once more."""
     size, count = 4096, 16384
-    limits = make_limits(read_bytes_max=4 * size)
+    limits = endpoint_limits(read_bytes_max=4 * size)
     for attempt in range(10):
         p, d = nodes(f"source{attempt}", limits=limits), nodes(f"reader{attempt}", limits=limits)
         source, target = p.register(size * count), d.register(size * count)

@@ -22,9 +22,9 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import InvalidArgumentError
+from tests.support.native.nodes import NewId
 
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 MakePair = Callable[..., tuple[Any, Any]]
 LANES = [native.Lane.MAPPED, native.Lane.UNIX, native.Lane.STREAM]
 SECOND = 10**9
@@ -65,14 +65,12 @@ def test_progress_of_another_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name.lower())
-def test_wait_until_a_pull_is_final_brings_every_block(pair: MakePair, new_id: NewId, lane: native.Lane) -> None:
+def test_wait_until_a_pull_is_final_brings_every_block(pair: MakePair, lane: native.Lane) -> None:
     p, d = pair(block_bytes=65536, blocks=256)
     p.fill_random()
     for _ in range(3):
         d.fill(0)
-        transfer = new_id()
-        p.grant(transfer, range(256))
-        d.pull(transfer, p, range(256), lanes=[lane])
+        transfer = d.pull_granted(p, range(256), range(256), lanes=[lane])
         assert wait_final(d, transfer).state == COMMITTED
         assert d.memory.tobytes() == p.memory.tobytes()
 
@@ -104,12 +102,10 @@ def test_wait_without_news_lasts_as_long_as_asked(pair: MakePair) -> None:
     assert 0.15 < time.monotonic() - begin < 5.0
 
 
-def test_wait_that_ends_early_leaves_the_pull_to_the_io_thread(pair: MakePair, new_id: NewId) -> None:
+def test_wait_that_ends_early_leaves_the_pull_to_the_io_thread(pair: MakePair) -> None:
     p, d = pair()
     for _ in range(20):
-        transfer = new_id()
-        p.grant(transfer, [1, 2])
-        d.pull(transfer, p, [1, 2], lanes=[native.Lane.MAPPED])
+        transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[native.Lane.MAPPED])
         d.core.wait(1)  # long enough to run the loop, too short to see the end
         assert d.wait_drained(transfer).state == COMMITTED
 
@@ -130,9 +126,7 @@ def test_four_threads_that_wait_all_return_and_transfers_go_on(pair: MakePair, n
         thread.start()
     try:
         for _ in range(50):
-            transfer = new_id()
-            p.grant(transfer, range(256))
-            d.pull(transfer, p, range(256), lanes=[native.Lane.STREAM])
+            transfer = d.pull_granted(p, range(256), range(256), lanes=[native.Lane.STREAM])
             assert d.wait_drained(transfer).state == COMMITTED
         p.wait(lambda _: p.is_idle())
         back = new_id()  # the waiting core as the source
@@ -342,7 +336,7 @@ class Interrupted(BaseException):
     pass
 
 
-def test_events_of_a_wait_that_a_signal_interrupts_are_drained_next(pair: MakePair, new_id: NewId) -> None:
+def test_events_of_a_wait_that_a_signal_interrupts_are_drained_next(pair: MakePair) -> None:
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
@@ -354,9 +348,7 @@ def test_events_of_a_wait_that_a_signal_interrupts_are_drained_next(pair: MakePa
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         for delay_s in (0.001, 0.002, 0.004, 0.008):
-            transfer = new_id()
-            p.grant(transfer, blocks)
-            d.pull(transfer, p, blocks, lanes=[native.Lane.MAPPED])
+            d.pull_granted(p, blocks, blocks, lanes=[native.Lane.MAPPED])
             sending = threading.Timer(delay_s, signal.pthread_kill, [main, signal.SIGUSR1])
             until = time.monotonic() + 10
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LaneUnavailableError, PeerGoneError
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM, CMA, UNIX = native.Lane.MAPPED, native.Lane.STREAM, native.Lane.CMA, native.Lane.UNIX
 COMMITTED, FAILED, CANCELLED = (
@@ -20,7 +20,6 @@ COMMITTED, FAILED, CANCELLED = (
     native.TransferState.CANCELLED,
 )
 POISON = 0xEE
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, CMA, UNIX, STREAM], ids=["mapped", "cma", "unix", "stream"])
 each_verb = pytest.mark.parametrize("verb", ["fetch", "push"])
 
@@ -65,8 +64,7 @@ def irregular(regions: dict[int, Any], lengths: Any, rng: Any) -> list[tuple[int
 
 @each_lane
 @each_verb
-def test_irregular_elements(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
-    p, d = nodes.pair()
+def test_irregular_elements(p: Any, d: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
     rng = np.random.default_rng(7)
     lengths = rng.integers(1, 9000, 700)
     options = {"is_foreign": lane != MAPPED}
@@ -102,10 +100,9 @@ def test_irregular_elements(nodes: Any, new_id: NewId, lane: native.Lane, verb: 
 
 @each_lane
 @each_verb
-def test_rows_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
+def test_rows_against_tables(p: Any, d: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
     """Strided on one side, single elements on the other, enough for several reads; indices repeat on the source
     only."""
-    p, d = nodes.pair()
     rng = np.random.default_rng(8)
     count, size = 3000, 4096
     source, target = (p, d)
@@ -134,9 +131,10 @@ def test_rows_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb:
 @each_lane
 @each_verb
 @pytest.mark.parametrize("wants_checksums", [False, True], ids=["plain", "checksums"])
-def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, verb: str, wants_checksums: bool) -> None:
+def test_sums_and_notification(
+    p: Any, d: Any, new_id: NewId, lane: native.Lane, verb: str, wants_checksums: bool
+) -> None:
     """The notification comes once the bytes are committed at the peer, and never before."""
-    p, d = nodes.pair()
     own, other = (p, d) if verb == "push" else (d, p)
     size, count = 100_003, 40
     (source,) = regions_of(p, 1, size * count, seed=5).values()
@@ -168,9 +166,8 @@ def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, ver
     assert other.core.statistics().checksum_failures == own.core.statistics().checksum_failures == 0
 
 
-def test_one_round_trip_on_a_known_region(nodes: Any, new_id: NewId) -> None:
+def test_one_round_trip_on_a_known_region(p: Any, d: Any, new_id: NewId) -> None:
     """The second read of a mapped region is done with two frames out and no more MAP."""
-    p, d = nodes.pair()
     (source,) = regions_of(p, 1, 1 << 16, seed=5).values()
     (target,) = regions_of(d, 1, 1 << 16, seed=None).values()
     for _ in range(5):
@@ -192,8 +189,7 @@ def test_one_round_trip_on_a_known_region(nodes: Any, new_id: NewId) -> None:
     ids=["count", "length", "end", "row-end", "unknown"],
 )
 @each_verb
-def test_own_mistakes(nodes: Any, new_id: NewId, verb: str, make: Any) -> None:
-    p, d = nodes.pair()
+def test_own_mistakes(p: Any, d: Any, new_id: NewId, verb: str, make: Any) -> None:
     own, other = p.register(4096), d.register(1 << 20)
     local, remote = make(own.id, other.id)
     with pytest.raises(InvalidArgumentError):
@@ -220,8 +216,7 @@ def test_ranges_that_are_none(rows: Any) -> None:
 
 
 @each_verb
-def test_post_to_an_unknown_peer_is_refused(nodes: Any, new_id: NewId, verb: str) -> None:
-    p, d = nodes.pair()
+def test_post_to_an_unknown_peer_is_refused(p: Any, d: Any, new_id: NewId, verb: str) -> None:
     own = p.register(4096)
     unknown = native.AgentRef("unknown", 1, os.urandom(16))
     with pytest.raises(PeerGoneError):
@@ -233,9 +228,8 @@ def test_post_to_an_unknown_peer_is_refused(nodes: Any, new_id: NewId, verb: str
 
 @each_lane
 @each_verb
-def test_removed_region(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
+def test_removed_region(p: Any, d: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
     """What is not registered any more is neither read nor written, known lane or not."""
-    p, d = nodes.pair()
     own, other = (p, d) if verb == "push" else (d, p)
     source, target = p.register(1 << 16), d.register(1 << 16)
     source.memory[:] = 1
@@ -269,8 +263,7 @@ def test_removed_region(nodes: Any, new_id: NewId, lane: native.Lane, verb: str)
 
 
 @pytest.mark.parametrize("rights", [{"can_read": False}, {"can_write": False}], ids=["no-read", "no-write"])
-def test_rights(nodes: Any, new_id: NewId, rights: dict[str, bool]) -> None:
-    p, d = nodes.pair()
+def test_rights(p: Any, d: Any, new_id: NewId, rights: dict[str, bool]) -> None:
     own, other = p.register(4096), d.register(4096, **rights)
     own.memory[:], other.memory[:] = 1, 2
     rows = ([(own.id, 0, 64, 64, 8)], [(other.id, 0, 64, 64, 8)])
@@ -282,8 +275,7 @@ def test_rights(nodes: Any, new_id: NewId, rights: dict[str, bool]) -> None:
         assert is_allowed or final.code == native.Code.refused, final.text
 
 
-def test_not_exposed_is_served_by_stream_only(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_not_exposed_is_served_by_stream_only(p: Any, d: Any, new_id: NewId) -> None:
     source, target = p.register(4096, is_foreign=True, is_exposed=False), d.register(4096)
     source.memory[:] = 3
     transfer = new_id()
@@ -295,9 +287,8 @@ def test_not_exposed_is_served_by_stream_only(nodes: Any, new_id: NewId) -> None
 
 
 @each_lane
-def test_removing_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_removing_in_the_middle(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     """Peers' writes into a region end when it is removed, and nothing lands after; an own fetch refuses the removal."""
-    p, d = nodes.pair()
     size = 32 << 20
     source = p.register(size)
     source.memory[:] = 1
@@ -335,9 +326,8 @@ def test_removing_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane) ->
 
 @each_verb
 @each_lane
-def test_cancel_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
+def test_cancel_in_the_middle(p: Any, d: Any, new_id: NewId, lane: native.Lane, verb: str) -> None:
     """Once drained, the source may write its memory and the target is not written any more."""
-    p, d = nodes.pair()
     own, other = (p, d) if verb == "push" else (d, p)
     size = 32 << 20
     source, target = p.register(size), d.register(size)
@@ -368,8 +358,7 @@ def test_cancel_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane, verb
             assert set(np.unique(target.memory)) == {1}
 
 
-def test_64_at_once_take_turns(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_64_at_once_take_turns(p: Any, d: Any, new_id: NewId) -> None:
     size = 1 << 20
     source, target = p.register(64 * size), d.register(64 * size)
     source.memory[:] = np.random.default_rng(1).integers(0, 256, 64 * size, dtype=np.uint8)

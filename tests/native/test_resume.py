@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.native.cutting_proxy import CuttingProxy
+from tests.support.native.nodes import NewId
 
-NewId = Callable[[], bytes]
 KEY = b"k" * 32
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
 SIZE, COUNT = 32768, 2048

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError, GrantExpiredError, GrantRevokedError
+from tests.support.limits import endpoint_limits
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 CANCELLED = native.TransferState.CANCELLED
 REVOKE = native.GrantEvent.REVOKE
-NewId = Callable[[], bytes]
 READY = (256, 512, 512, 512)
 """Of 512 blocks: what a busy machine would commit before it is interrupted stays in the middle every fourth time."""
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
@@ -81,8 +81,7 @@ def test_revoked_in_the_middle_never_commits(nodes: Any, new_id: NewId, lane: na
 
 
 @each_lane
-def test_expiry(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair()
+def test_expiry(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     expired, late = new_id(), new_id()
     p.grant(expired, [1, 2], ttl_s=0.05)
     p.wait_for(native.GrantEnded, id=expired, state=native.GrantState.EXPIRED)
@@ -120,17 +119,13 @@ def outlives_its_grant(p: Any, d: Any, new_id: NewId, **options: Any) -> bool:
 @each_lane
 def test_a_live_reader_renews_as_often_as_the_source_asks_for(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     """The reader's own idea of a grant's lifetime (10 s) is not the source's (0.6 s)."""
-    limits = native.EndpointLimits()
-    grants = limits.grants
-    grants.ttl_ns = 600_000_000
-    limits.grants = grants
+    limits = endpoint_limits(ttl_ns=600_000_000)
     p, d = nodes.pair(source={"limits": limits})
     assert outlives_its_grant(p, d, new_id, lanes=[lane])
 
 
 @each_lane
-def test_deadline_and_waiting(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair()
+def test_deadline_and_waiting(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     transfer = new_id()
     d.pull(transfer, p, [1], lanes=[lane], deadline_s=0.2)
     final = d.wait_drained(transfer)
@@ -139,8 +134,7 @@ def test_deadline_and_waiting(nodes: Any, new_id: NewId, lane: native.Lane) -> N
 
 
 @each_lane
-def test_wrong_reader_is_refused(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair()
+def test_wrong_reader_is_refused(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     transfer = new_id()
     p.grant(transfer, [1], reader="another-reader")
     d.pull(transfer, p, [1], lanes=[lane])
@@ -149,8 +143,7 @@ def test_wrong_reader_is_refused(nodes: Any, new_id: NewId, lane: native.Lane) -
     assert set(d.block(1)) == {0xEE}
 
 
-def test_blocks_in_use(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_blocks_in_use(p: Any, d: Any, new_id: NewId) -> None:
     transfer, other = new_id(), new_id()
     d.pull(transfer, p, [1, 2])
     with pytest.raises(BlocksBusyError, match="reserved"):

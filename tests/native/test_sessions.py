@@ -6,7 +6,6 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,22 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerGoneError, TransportError
 from tests.support.native.cutting_proxy import CuttingProxy
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 KEY = b"k" * 32
 
 
-def test_cut_in_the_middle_goes_on(nodes: Any, new_id: NewId) -> None:
+def test_cut_in_the_middle_goes_on(nodes: Any) -> None:
     """A session cut inside payloads and inside headers: each attempt asks for the rest, and the whole commits."""
     p, d = nodes.pair(block_bytes=8192, blocks=400)
     proxy = CuttingProxy(p.core.tcp_port, [100, 150, 300_000, 301_111, 1_500_001, 5])
     try:
         d.core.set_peer(p.ref, KEY, tcp_host="127.0.0.1", tcp_port=proxy.address, unix_path="")
         p.core.set_peer(d.ref, KEY, tcp_host="127.0.0.1", tcp_port=d.core.tcp_port, unix_path="")
-        transfer = new_id()
-        p.grant(transfer, np.arange(400))
-        d.pull(transfer, p, np.arange(400), lanes=[STREAM])
+        transfer = d.pull_granted(p, np.arange(400), np.arange(400), lanes=[STREAM])
         final = d.wait_drained(transfer)
         assert (final.state, final.code) == (COMMITTED, native.Code.ok), final.text
         assert proxy.cut >= 3
@@ -85,13 +82,11 @@ def test_the_known_death_of_a_peer(nodes: Any, new_id: NewId, lane: native.Lane)
 
 
 @each_lane
-def test_wrong_key(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_wrong_key(nodes: Any, lane: native.Lane) -> None:
     limits = nodes.limits(reconnect_ns=1_000_000_000)
     p, d = nodes("source"), nodes("reader", limits=limits)
     nodes.join(p, d, key=b"1" * 32, other_key=b"2" * 32)
-    transfer = new_id()
-    p.grant(transfer, [1])
-    d.pull(transfer, p, [1], lanes=[lane])
+    transfer = d.pull_granted(p, [1], [1], lanes=[lane])
     final = d.wait_drained(transfer)
     assert final.state == FAILED
     assert final.code == native.Code.unauthenticated
@@ -223,7 +218,7 @@ def test_port_and_path_taken(nodes: Any, private_directories: pathlib.Path) -> N
         core.start()
 
 
-def test_loopback_of_the_other_family(nodes: Any, new_id: NewId) -> None:
+def test_loopback_of_the_other_family(nodes: Any) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -6,17 +6,17 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvxfer._native import _core as native
-from tests.support.native.nodes import DIGEST
+from tests.support.limits import endpoint_limits
+from tests.support.native.nodes import DIGEST, NewId
 from tests.support.native.own_sockets import own_sockets, ports
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 SO_BUF_LOCK, SEND_LOCK = 72, 1
 """asm-generic/socket.h: which buffers were given a size, and are not the kernel's to size any more."""
 
@@ -53,10 +53,8 @@ def test_blocks_that_no_verdict_follows_are_not_held(nodes: Any, new_id: NewId) 
     """The end of a payload waits in the kernel for the verdict. Where none is due yet it goes out with the turn: with
     nothing on its way that is still to be acknowledged, the kernel would send it of its own accord 0.2 s later.
     """
-    limits = native.EndpointLimits()
-    grants = limits.grants
-    grants.data_bytes_max = 4096  # each block is a frame: the first goes out with a READY, the second alone
-    limits.grants = grants
+    # Each block is a frame: the first goes out with a READY, the second alone.
+    limits = endpoint_limits(data_bytes_max=4096)
     node = nodes("source", block_bytes=4096, blocks=20, limits=limits)
     peer, transfer, waits = RawPeer(), new_id(), []
     node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")

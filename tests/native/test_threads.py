@@ -15,7 +15,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError, ClosedError, InvalidArgumentError, KvxferError
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 
@@ -145,12 +144,9 @@ def thread_ticks() -> int:
     return total
 
 
-def test_idle_cores_use_no_cpu(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_idle_cores_use_no_cpu(p: Any, d: Any) -> None:
     for lane in (MAPPED, STREAM):
-        transfer = new_id()
-        p.grant(transfer, [1, 2])
-        d.pull(transfer, p, [1, 2], lanes=[lane])
+        transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[lane])
         assert d.wait_drained(transfer).state == COMMITTED
         p.wait_for(native.GrantEnded, id=transfer)
 
@@ -174,16 +170,14 @@ def blocked_by(name: str, before: set[str]) -> int | None:
     return None
 
 
-def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: NewId) -> None:
+def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any) -> None:
     """A handler that Python has is never run there; a fault there is reported by the process's fault handler. That
     holds for a thread that helps copying too, also where a caller that runs the event loop started it."""
     before = set(os.listdir("/proc/self/task"))
     p, d = nodes.pair(
         blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2, "progress": "caller"}}
     )
-    transfer = new_id()
-    p.grant(transfer, list(range(4096)))
-    d.pull(transfer, p, list(range(4096)), lanes=[MAPPED])
+    transfer = d.pull_granted(p, list(range(4096)), list(range(4096)), lanes=[MAPPED])
     d.core.wait(10 * 10**9)
     assert d.wait_drained(transfer).state == COMMITTED
     for name in ("kvxfer-io", "kvxfer-copy"):
@@ -194,9 +188,8 @@ def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: Ne
             assert bool(mask >> (number - 1) & 1) == (number not in FAULTS), (name, number)
 
 
-def test_waiting_uses_little_cpu(nodes: Any, new_id: NewId) -> None:
+def test_waiting_uses_little_cpu(p: Any, d: Any, new_id: NewId) -> None:
     """A live grant and a pull that waits for more of it cost a handful of wakeups a second."""
-    p, d = nodes.pair()
     transfer = new_id()
     p.grant(transfer, [1, 2], ready=1)
     d.pull(transfer, p, [1, 2])
@@ -206,7 +199,7 @@ def test_waiting_uses_little_cpu(nodes: Any, new_id: NewId) -> None:
     assert p.core.statistics().wakeups + d.core.statistics().wakeups - woken < 60
 
 
-def test_descriptors_and_threads_come_back(nodes: Any, new_id: NewId) -> None:
+def test_descriptors_and_threads_come_back(nodes: Any) -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -215,9 +208,7 @@ def test_descriptors_and_threads_come_back(nodes: Any, new_id: NewId) -> None:
     for _ in range(3):
         p, d = nodes.pair()
         for lane in (MAPPED, STREAM):
-            transfer = new_id()
-            p.grant(transfer, [1, 2])
-            d.pull(transfer, p, [1, 2], lanes=[lane])
+            transfer = d.pull_granted(p, [1, 2], [1, 2], lanes=[lane])
             assert d.wait_drained(transfer).state == COMMITTED
         assert d.core.statistics().mappings == 1
         for node in (p, d):
@@ -291,12 +282,10 @@ def test_calls_from_many_threads(nodes: Any, new_id: NewId) -> None:
     assert len(drained) > 50
 
 
-def test_end_grant_waits_for_the_send_under_way(nodes: Any, new_id: NewId) -> None:
+def test_end_grant_waits_for_the_send_under_way(nodes: Any) -> None:
     """Its GIL stays free meanwhile: another thread counts on."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=64)
-    transfer = new_id()
-    p.grant(transfer, np.arange(64))
-    d.pull(transfer, p, np.arange(64), lanes=[STREAM])
+    transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[STREAM])
     d.wait_begun(transfer)
     p.core.end_grant(transfer, native.GrantEvent.REVOKE)
     p.fill(0xAA)
@@ -379,8 +368,7 @@ def test_blocks_outside_of_the_region(nodes: Any, segments: list[tuple[int, int,
     assert [pool.pool for pool in p.core.counts().pools] == [7]
 
 
-def test_remove_pool_in_use(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair()
+def test_remove_pool_in_use(p: Any, d: Any, new_id: NewId) -> None:
     transfer = new_id()
     p.grant(transfer, [1])
     with pytest.raises(BlocksBusyError):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from tests.support.native.nodes import NewId
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
-NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 
 
@@ -47,7 +46,7 @@ def test_every_size(nodes: Any, new_id: NewId, lane: native.Lane, block_bytes: i
 
 
 @each_lane
-def test_segments_cut_differently(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+def test_segments_cut_differently(nodes: Any, lane: native.Lane) -> None:
     """A block is its segments in order; how each side cuts them is its own affair."""
     k_and_v = [(0, 600, 600), (64 * 600, 1000, 424)]
     layers = [(5, 16 * 64, 256), (5 + 256, 16 * 64, 256), (5 + 512, 16 * 64, 512)]
@@ -59,9 +58,7 @@ def test_segments_cut_differently(nodes: Any, new_id: NewId, lane: native.Lane) 
     )
     rng = np.random.default_rng(1)
     granted, filled = rng.permutation(50)[:37], rng.permutation(50)[:37]
-    transfer = new_id()
-    p.grant(transfer, granted)
-    d.pull(transfer, p, filled, lanes=[lane])
+    transfer = d.pull_granted(p, granted, filled, lanes=[lane])
     assert d.wait_drained(transfer).state == COMMITTED
     check_moved(p, d, granted, filled)
     assert d.memory[:5].tolist() == [0xEE] * 5
@@ -96,8 +93,7 @@ def test_ready_step_by_step(nodes: Any, new_id: NewId, lane: native.Lane) -> Non
 
 
 @each_lane
-def test_pull_before_grant_and_the_tail_only(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair()
+def test_pull_before_grant_and_the_tail_only(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     transfer = new_id()
     d.pull(transfer, p, [3, 1, 2], lanes=[lane], first=5)
     d.wait_for(native.SessionUp)
@@ -141,12 +137,10 @@ def test_pulls_in_both_directions_at_once(nodes: Any, new_id: NewId) -> None:
     assert all(set(block) == {0x11} for block in p.content(range(64, 128)))
 
 
-def test_lanes_in_order_of_wish(nodes: Any, new_id: NewId) -> None:
+def test_lanes_in_order_of_wish(nodes: Any) -> None:
     """Where the pool cannot be mapped the next lane serves, and the result says why."""
     p, d = nodes.pair(source={"is_shareable": False})
-    transfer = new_id()
-    p.grant(transfer, [1, 2])
-    d.pull(transfer, p, [5, 6])
+    transfer = d.pull_granted(p, [1, 2], [5, 6])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, STREAM)
     assert "cannot be mapped" in final.lane_notes
@@ -166,17 +160,14 @@ def test_no_unix_socket(nodes: Any, new_id: NewId) -> None:
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.no_lane)
 
 
-def test_incompatible_pools(nodes: Any, new_id: NewId) -> None:
+def test_incompatible_pools(nodes: Any) -> None:
     p, d = nodes.pair(source={"digest": b"e" * 32})
-    transfer = new_id()
-    p.grant(transfer, [1])
-    d.pull(transfer, p, [5])
+    transfer = d.pull_granted(p, [1], [5])
     final = d.wait_drained(transfer)
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.incompatible)
 
 
-def test_notifications(nodes: Any) -> None:
-    p, d = nodes.pair()
+def test_notifications(p: Any, d: Any) -> None:
     numbers = [p.core.notify(d.ref, bytes([i]) * i) for i in range(50)]
     assert numbers == list(range(1, 51))
     d.wait(lambda _: len(d.find(native.NotifReceived)) == 50)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusyError
-from tests.support.native.nodes import UCX_LIBRARY, needs_ucx
+from tests.support.native.nodes import UCX_LIBRARY, NewId, needs_ucx
 
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
 COMMITTED, FAILED, CANCELLED = (
@@ -25,7 +24,6 @@ COMMITTED, FAILED, CANCELLED = (
     native.TransferState.CANCELLED,
 )
 POISON = 0xEE
-NewId = Callable[[], bytes]
 
 pytestmark = needs_ucx
 each_tls = pytest.mark.parametrize("tls", ["", "tcp"], ids=["local", "tcp"])
@@ -53,14 +51,12 @@ def check_blocks(source: Any, reader: Any, moved: dict[int, int]) -> None:
 
 @each_tls
 @pytest.mark.parametrize("block_bytes", [1024, 65536 + 512])
-def test_pulls_blocks(nodes: Any, new_id: NewId, tls: str, block_bytes: int) -> None:
+def test_pulls_blocks(nodes: Any, tls: str, block_bytes: int) -> None:
     p, d = ucx_pair(nodes, tls, block_bytes=block_bytes, blocks=96)
     assert d.core.ucx_obstacle == ""
     rng = np.random.default_rng(1)
     granted, filled = rng.permutation(96)[:64], rng.permutation(96)[:64]
-    transfer = new_id()
-    p.grant(transfer, granted)
-    d.pull(transfer, p, filled, lanes=[UCX])
+    transfer = d.pull_granted(p, granted, filled, lanes=[UCX])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, UCX), final.text
     check_blocks(p, d, dict(zip(filled.tolist(), granted.tolist(), strict=True)))
@@ -69,14 +65,12 @@ def test_pulls_blocks(nodes: Any, new_id: NewId, tls: str, block_bytes: int) -> 
 
 
 @each_tls
-def test_layouts_that_are_cut_differently(nodes: Any, new_id: NewId, tls: str) -> None:
+def test_layouts_that_are_cut_differently(nodes: Any, tls: str) -> None:
     """Halves of a block far apart at the source, the block whole at the reader."""
     half, blocks = 3 * 1024, 32
     options = {"block_bytes": 2 * half, "blocks": blocks, "core": core(tls), "is_exposed": True, "is_shareable": False}
     p, d = nodes.pair(source={"segments": [(half * blocks, half, half), (0, half, half)]}, **options)
-    transfer = new_id()
-    p.grant(transfer, np.arange(blocks))
-    d.pull(transfer, p, np.arange(blocks)[::-1], lanes=[UCX])
+    transfer = d.pull_granted(p, np.arange(blocks), np.arange(blocks)[::-1], lanes=[UCX])
     assert d.wait_drained(transfer).state == COMMITTED
     check_blocks(p, d, {blocks - 1 - i: i for i in range(blocks)})
 
@@ -179,7 +173,7 @@ def test_read_of_a_removed_region_is_not_committed(nodes: Any, new_id: NewId) ->
 # --- what is not possible ---
 
 
-def test_the_next_lane_is_taken_where_one_side_has_no_ucx(nodes: Any, new_id: NewId) -> None:
+def test_the_next_lane_is_taken_where_one_side_has_no_ucx(nodes: Any) -> None:
     options = {"is_exposed": True, "is_shareable": False}
     for source, reader in ((core(), None), (None, core())):
         p, d = (
@@ -188,31 +182,25 @@ def test_the_next_lane_is_taken_where_one_side_has_no_ucx(nodes: Any, new_id: Ne
         )
         nodes.join(p, d)
         p.fill_random()
-        transfer = new_id()
-        p.grant(transfer, np.arange(64))
-        d.pull(transfer, p, np.arange(64), lanes=[UCX, STREAM])
+        transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[UCX, STREAM])
         final = d.wait_drained(transfer)
         assert (final.state, final.lane) == (COMMITTED, STREAM), final.text
         assert d.content(range(64)) == p.content(range(64))
 
 
-def test_a_pool_that_is_not_exposed_gives_no_key(nodes: Any, new_id: NewId) -> None:
+def test_a_pool_that_is_not_exposed_gives_no_key(nodes: Any) -> None:
     p, d = ucx_pair(nodes, is_exposed=False)
-    transfer = new_id()
-    p.grant(transfer, np.arange(64))
-    d.pull(transfer, p, np.arange(64), lanes=[UCX, STREAM])
+    transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[UCX, STREAM])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, STREAM)
     assert d.core.statistics().bytes_ucx == 0
 
 
-def test_transports_that_do_not_meet(nodes: Any, new_id: NewId) -> None:
+def test_transports_that_do_not_meet(nodes: Any) -> None:
     """The source has only tcp, the reader only what stays on the host."""
     options = {"is_exposed": True, "is_shareable": False}
     p, d = nodes.pair(source={"core": core("tcp")}, reader={"core": core()}, **options)
-    transfer = new_id()
-    p.grant(transfer, np.arange(64))
-    d.pull(transfer, p, np.arange(64), lanes=[UCX, STREAM])
+    transfer = d.pull_granted(p, np.arange(64), np.arange(64), lanes=[UCX, STREAM])
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, STREAM)
     check_blocks(p, d, {i: i for i in range(64)})
@@ -319,15 +307,13 @@ def test_a_source_in_another_process(nodes: Any, new_id: NewId, tls: str, how: s
     assert d.is_idle()
 
 
-def test_pools_come_and_go(nodes: Any, new_id: NewId) -> None:
+def test_pools_come_and_go(nodes: Any) -> None:
     """Registrations, endpoints and keys are given back: descriptors do not grow."""
     p, d = ucx_pair(nodes, blocks=16)
     counts = []
     for _ in range(12):
         nodes.join(p, d)
-        transfer = new_id()
-        p.grant(transfer, np.arange(16))
-        d.pull(transfer, p, np.arange(16), lanes=[UCX])
+        transfer = d.pull_granted(p, np.arange(16), np.arange(16), lanes=[UCX])
         assert d.wait_drained(transfer).state == COMMITTED
         region = d.register(1 << 20, is_foreign=True)
         d.core.remove_region(region.id)

@@ -19,11 +19,10 @@ import pytest
 
 from kvxfer._native import _core as native
 from tests.support.kernel import has_zero_copy_on_unix
-from tests.support.native.nodes import DIGEST
+from tests.support.native.nodes import DIGEST, NewId
 from tests.support.native.own_sockets import own_sockets, ports
 from tests.support.native.rawpeer import KEY, RawPeer
 
-NewId = Callable[[], bytes]
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
 LANES = [
     STREAM,
@@ -89,8 +88,7 @@ def test_small_checksummed_or_unexposed_blocks_are_copied(
 @BOTH
 @pytest.mark.parametrize("is_exposed", [True, False])
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: bool, lane: Any) -> None:
-    p, d = nodes.pair()
+def test_registered_memory(p: Any, d: Any, new_id: NewId, verb: str, is_exposed: bool, lane: Any) -> None:
     source, target = p.register(TOTAL, is_foreign=True, is_exposed=is_exposed), d.register(TOTAL, is_foreign=True)
     source.memory[:] = np.random.default_rng(4).integers(0, 256, TOTAL, dtype=np.uint8)
     target.memory[:] = 0xEE

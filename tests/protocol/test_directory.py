@@ -20,9 +20,7 @@ from kvxfer.protocol.directory import (
     OrderDrain,
 )
 from kvxfer.protocol.mirror import Mirror
-from kvxfer.types import (
-    Load,
-)
+from kvxfer.types import Load
 from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, hello
 
 
@@ -37,8 +35,12 @@ def pass_time(directory: Directory, start_ns: int, duration_ns: int) -> tuple[in
     return start_ns + duration_ns, effects
 
 
-def test_registration_gives_a_number_and_a_stream() -> None:
-    directory = new_directory()
+@pytest.fixture
+def directory() -> Directory:
+    return new_directory()
+
+
+def test_registration_gives_a_number_and_a_stream(directory: Directory) -> None:
     registration = directory.register(hello(), fresh_number=7, now_ns=0)
     assert (registration.ref.agent_id, registration.ref.incarnation.number) == ("a", 7)
     assert registration.effects == ()
@@ -49,8 +51,7 @@ def test_registration_gives_a_number_and_a_stream() -> None:
     assert repr(directory) == "<Directory revision 1: 1 live, 0 suspect, 0 adrift, 0 draining>"
 
 
-def test_a_lost_answer_gives_the_same_number_again() -> None:
-    directory = new_directory()
+def test_a_lost_answer_gives_the_same_number_again(directory: Directory) -> None:
     first = directory.register(hello(), fresh_number=7, now_ns=0)
     again = directory.register(hello(), fresh_number=8, now_ns=0)
     assert again.ref == first.ref
@@ -63,8 +64,7 @@ def test_a_lost_answer_gives_the_same_number_again() -> None:
         directory.register(hello(number=8), fresh_number=None, now_ns=0)
 
 
-def test_second_process_with_a_live_id_is_refused() -> None:
-    directory = new_directory()
+def test_second_process_with_a_live_id_is_refused(directory: Directory) -> None:
     first = directory.register(hello(), fresh_number=1, now_ns=0)
     with pytest.raises(RefusedError, match=r"'a' is in use by the live agent a#1\.01010101 at 127\.0\.0\.1:1"):
         directory.register(hello(nonce=NONCES[1]), fresh_number=2, now_ns=0)
@@ -76,8 +76,7 @@ def test_second_process_with_a_live_id_is_refused() -> None:
     assert [member.ref for member in change.members] == [second.ref]
 
 
-def test_silent_incarnation_is_replaced_and_its_stream_closed() -> None:
-    directory = new_directory()
+def test_silent_incarnation_is_replaced_and_its_stream_closed(directory: Directory) -> None:
     first = directory.register(hello(), fresh_number=1, now_ns=0)
     now_ns, _ = pass_time(directory, 0, 1500 * MS)
     assert directory.change_since(None).members[0].is_suspect
@@ -86,8 +85,7 @@ def test_silent_incarnation_is_replaced_and_its_stream_closed() -> None:
     assert any(isinstance(effect, CloseStream) and effect.stream == first.stream for effect in second.effects)
 
 
-def test_higher_number_wins_over_a_live_incarnation() -> None:
-    directory = new_directory()
+def test_higher_number_wins_over_a_live_incarnation(directory: Directory) -> None:
     older = directory.register(hello(number=5), fresh_number=None, now_ns=0)
     newer = directory.register(hello(nonce=NONCES[1], number=6), fresh_number=None, now_ns=0)
     assert IncarnationEnded(older.ref, MemberEvent.OUTRANKED) in newer.effects
@@ -95,8 +93,7 @@ def test_higher_number_wins_over_a_live_incarnation() -> None:
         directory.register(hello(number=5), fresh_number=None, now_ns=0)
 
 
-def test_numbers_never_go_back() -> None:
-    directory = new_directory()
+def test_numbers_never_go_back(directory: Directory) -> None:
     first = directory.register(hello(number=50), fresh_number=None, now_ns=0)
     directory.stream_ended(first.stream, now_ns=0)
     with pytest.raises(RefusedError, match="newer incarnation"):
@@ -106,8 +103,7 @@ def test_numbers_never_go_back() -> None:
         directory.register(hello("b"), fresh_number=None, now_ns=0)
 
 
-def test_silence_makes_suspect_then_gone_and_the_stream_closes() -> None:
-    directory = new_directory()
+def test_silence_makes_suspect_then_gone_and_the_stream_closes(directory: Directory) -> None:
     registration = directory.register(hello(), fresh_number=1, now_ns=0)
     now_ns, effects = pass_time(directory, 0, 2750 * MS)
     assert effects == []
@@ -117,16 +113,14 @@ def test_silence_makes_suspect_then_gone_and_the_stream_closes() -> None:
     assert directory.change_since(None).members == ()
 
 
-def test_coordinator_that_slept_declares_no_member_gone() -> None:
-    directory = new_directory()
+def test_coordinator_that_slept_declares_no_member_gone(directory: Directory) -> None:
     directory.register(hello(), fresh_number=1, now_ns=0)
     now_ns, _ = pass_time(directory, 0, 1000 * MS)
     assert directory.tick(now_ns + 60_000 * MS) == ()
     assert len(directory.change_since(None).members) == 1
 
 
-def test_a_coordinator_settles_after_dead_after_and_says_so() -> None:
-    directory = new_directory()
+def test_a_coordinator_settles_after_dead_after_and_says_so(directory: Directory) -> None:
     now_ns, _ = pass_time(directory, 0, 2750 * MS)
     revision = directory.revision
     assert not directory.change_since(None).is_settled
@@ -135,8 +129,7 @@ def test_a_coordinator_settles_after_dead_after_and_says_so() -> None:
     assert directory.revision == revision + 1 == directory.shape_revision
 
 
-def test_drain_is_ordered_once_known_and_stays() -> None:
-    directory = new_directory()
+def test_drain_is_ordered_once_known_and_stays(directory: Directory) -> None:
     registration = directory.register(hello(), fresh_number=1, now_ns=0)
     assert directory.drain("a", "upgrade", now_ns=0) == (OrderDrain(registration.stream, "upgrade"),)
     directory.heartbeat(registration.stream, Load(), is_draining=False, now_ns=0)
@@ -149,8 +142,7 @@ def test_drain_is_ordered_once_known_and_stays() -> None:
         directory.drain("z", "", now_ns=0)
 
 
-def test_only_watchers_hear_of_loads() -> None:
-    directory = new_directory()
+def test_only_watchers_hear_of_loads(directory: Directory) -> None:
     registration = directory.register(hello(), fresh_number=1, now_ns=0)
     revision, shape = directory.revision, directory.shape_revision
     directory.heartbeat(registration.stream, Load(queued_requests=3), is_draining=False, now_ns=0)

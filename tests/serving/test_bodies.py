@@ -19,6 +19,7 @@ from tests.support.serving.servers import (
     read_answer,
     read_error,
     served,
+    trickling,
 )
 
 MIB = 1 << 20
@@ -39,18 +40,15 @@ async def test_server_413_is_read_by_a_client_that_sends_all_of_its_body_first(i
         assert b"max_body_bytes 1000" in answer
         writer.write_eof()
         assert await is_closed(reader)
-        writer.close()
 
 
 async def test_server_413_waits_for_no_client_that_stops_sending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.serving.transport.READ_ON_IDLE_S", 0.1)
     async with served(max_body_bytes=1000) as server:
-        reader, writer = await server.connect()
-        writer.write(head(2000) + b"x")
+        reader, _ = await server.send(head(2000) + b"x")
         assert (await read_answer(reader))[0] == 413
         await server.wait_phase(ConnectionPhase.CLOSING, 0)
         assert len(server.http.connections) == 0
-        writer.close()
 
 
 async def send_for_ever(writer: asyncio.StreamWriter) -> None:
@@ -62,26 +60,21 @@ async def send_for_ever(writer: asyncio.StreamWriter) -> None:
 async def test_server_413_reads_on_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.serving.transport.READ_ON_BYTES_MAX", 4 * MIB)
     async with served(max_body_bytes=1000) as server:
-        _, writer = await server.connect()
-        writer.write(head(None, "transfer-encoding: chunked") + b"%x\r\n" % (1 << 40))
+        _, writer = await server.send(head(None, "transfer-encoding: chunked") + b"%x\r\n" % (1 << 40))
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(send_for_ever(writer), 20)
         await eventually(lambda: len(server.http.connections) == 0)
-        writer.close()
 
 
 async def test_server_client_that_waits_for_100_is_told_413_before_it_sends() -> None:
     async with served(max_body_bytes=1000) as server:
-        reader, writer = await server.connect()
-        writer.write(head(5000, "expect: 100-continue"))
+        reader, writer = await server.send(head(5000, "expect: 100-continue"))
         assert (await read_error(reader))[0] == 413
         writer.close()
-        reader, writer = await server.connect()
-        writer.write(head(5, "expect: 100-continue"))
+        reader, writer = await server.send(head(5, "expect: 100-continue"))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         writer.write(b"12345")
         assert (await read_answer(reader))[0] == 200
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -90,29 +83,16 @@ async def test_server_client_that_waits_for_100_is_told_413_before_it_sends() ->
 )
 async def test_server_body_that_stops_coming_is_408(limits: dict[str, float], words: str) -> None:
     async with served(**limits) as server:
-        reader, writer = await server.connect()
-        writer.write(head(1000) + b"x")
+        reader, _ = await server.send(head(1000) + b"x")
         status, _, message = await read_error(reader)
         assert (status, words in message) == (408, True)
-        writer.close()
 
 
 async def test_server_body_that_trickles_is_408() -> None:
     async with served(body_stall_s=0.2) as server:
-        reader, writer = await server.connect()
-        writer.write(head(1000))
-
-        async def trickle() -> None:
-            while True:
-                writer.write(b"x")
-                await asyncio.sleep(0.01)
-
-        task = asyncio.create_task(trickle())
-        try:
+        reader, writer = await server.send(head(1000))
+        async with trickling(writer, b"x"):
             assert (await read_error(reader))[0] == 408
-        finally:
-            task.cancel()
-            writer.close()
 
 
 class Clock:
@@ -138,13 +118,11 @@ async def test_server_bodies_beyond_the_budget_refuse_the_one_that_is_read_for_l
     async with served(max_body_bytes=1000, body_budget_bytes=2700) as server:
         slow = []
         for _ in range(3):
-            reader, writer = await server.connect()
-            writer.write(head(1000) + b"x" * 800)
+            reader, writer = await server.send(head(1000) + b"x" * 800)
             slow.append((reader, writer))
             await server.wait_phase(ConnectionPhase.BODY, len(slow))
             await eventually(lambda: server.bodies.held_bytes == 800 * len(slow))
-        reader, writer = await server.connect()
-        writer.write(head(1000) + b"x" * 1000)
+        reader, writer = await server.send(head(1000) + b"x" * 1000)
         assert (await read_answer(reader))[0] == 200  # no request waits for the slow ones
         status, code, message = await read_error(slow[0][0])
         assert (status, code) == (503, "overloaded")
@@ -163,8 +141,7 @@ async def test_server_many_unfinished_bodies_keep_no_other_request_out() -> None
         for _, writer in slow:
             writer.write(head(1000) + b"x")
         await server.wait_phase(ConnectionPhase.BODY, 200)
-        reader, writer = await server.connect()
-        writer.write(head(2) + b"{}")
+        reader, writer = await server.send(head(2) + b"{}")
         assert (await read_answer(reader))[0] == 200
         for _, other in [*slow, (reader, writer)]:
             other.close()
@@ -176,8 +153,7 @@ async def test_server_many_unfinished_bodies_keep_no_other_request_out() -> None
 async def test_server_client_that_leaves_amid_its_body_is_no_line_of_log(is_reset: bool) -> None:
     async with served() as server:
         with logged(logging.INFO) as records:
-            _, writer = await server.connect()
-            writer.write(head(1000) + b"x")
+            _, writer = await server.send(head(1000) + b"x")
             await server.wait_phase(ConnectionPhase.BODY, 1)
             if is_reset:
                 writer.transport.abort()

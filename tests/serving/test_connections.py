@@ -33,8 +33,7 @@ async def test_server_full_of_idle_connections_gives_up_the_oldest() -> None:
             idle.append(await server.connect())
             await server.wait_phase(ConnectionPhase.IDLE, count)
         for number in range(3):
-            reader, writer = await server.connect()
-            writer.write(head(2) + b"{}")
+            reader, writer = await server.send(head(2) + b"{}")
             assert (await read_answer(reader))[0] == 200
             assert await is_closed(idle[number][0])
             writer.close()
@@ -50,8 +49,7 @@ async def test_server_flood_of_idle_connections_keeps_no_request_out() -> None:
         with logged(logging.WARNING) as records:
             idle = [await server.connect() for _ in range(200)]
             for _ in range(5):
-                reader, writer = await server.connect()
-                writer.write(head(2) + b"{}")
+                reader, writer = await server.send(head(2) + b"{}")
                 assert (await read_answer(reader))[0] == 200
                 writer.close()
             assert len(server.http.connections) <= 8
@@ -69,8 +67,7 @@ async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies()
         head_writer.write(b"POST")
         await server.wait_phase(ConnectionPhase.HEAD, 1)
         for refused, refused_writer in ((head_reader, head_writer), (body_reader, body_writer)):
-            _, writer = await server.connect()
-            writer.write(head(1000) + b"y")
+            await server.send(head(1000) + b"y")
             assert (await read_error(refused))[:2] == (503, "overloaded")
             assert await is_closed(refused)
             refused_writer.close()
@@ -78,8 +75,7 @@ async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies()
 
 async def test_server_body_given_up_for_a_new_connection_is_read_on_until_its_client_has_the_503() -> None:
     async with served(connections_max=1, max_body_bytes=4 << 20) as server:
-        reader, writer = await server.connect()
-        writer.write(head(4 << 20) + b"x")
+        reader, writer = await server.send(head(4 << 20) + b"x")
         await server.wait_phase(ConnectionPhase.BODY, 1)
         other_reader, other = await server.connect()
         other.write(head(2) + b"{}")
@@ -125,8 +121,7 @@ async def test_server_full_of_idle_clients_that_do_not_read_serves_others_at_onc
             assert server.http.connections.count(ConnectionPhase.IDLE) == 6
             async with asyncio.timeout(10):
                 for _ in range(6):
-                    reader, writer = await server.connect()
-                    writer.write(head(2) + b"{}")
+                    reader, _ = await server.send(head(2) + b"{}")
                     assert (await read_answer(reader))[0] == 200
         finally:
             for client in lazy:
@@ -166,8 +161,7 @@ async def test_server_out_of_descriptors_rests_says_so_once_and_goes_on(monkeypa
         with logged(logging.WARNING) as records:
             with monkeypatch.context() as broken:
                 broken.setattr(socket.socket, "accept", accept)
-                reader, writer = await server.connect()
-                writer.write(head(2) + b"{}")
+                reader, writer = await server.send(head(2) + b"{}")
                 await eventually(lambda: tried >= 5)
             assert (await read_answer(reader))[0] == 200
             writer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.serving.servers import (
     read_answer,
     read_error,
     served,
+    trickling,
 )
 
 
@@ -30,32 +30,20 @@ async def test_server_head_that_does_not_arrive_is_408_and_closes(is_second: boo
         status, _, message = await read_error(reader)
         assert (status, "header_timeout_s 0.2" in message) == (408, True)
         assert await is_closed(reader)
-        writer.close()
 
 
 async def test_server_head_that_trickles_has_one_deadline_in_all() -> None:
     async with served(header_timeout_s=0.3) as server:
         reader, writer = await server.connect()
-
-        async def trickle() -> None:
-            writer.write(b"POST / HTTP/1.1\r\n")
-            while True:
-                writer.write(b"a: b\r\n")
-                await asyncio.sleep(0.01)
-
-        task = asyncio.create_task(trickle())
-        try:
+        writer.write(b"POST / HTTP/1.1\r\n")
+        async with trickling(writer, b"a: b\r\n"):
             assert (await read_error(reader))[0] == 408
-        finally:
-            task.cancel()
-            writer.close()
 
 
 async def test_server_connection_that_never_says_anything_is_closed() -> None:
     async with served(header_timeout_s=0.2) as server:
-        reader, writer = await server.connect()
+        reader, _ = await server.connect()
         assert await is_closed(reader)
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -78,8 +66,7 @@ async def test_server_request_that_is_not_plain_http_is_refused_and_closes(
 ) -> None:
     async with served() as server:
         with logged() as records:
-            reader, writer = await server.connect()
-            writer.write(sent + b"GET / HTTP/1.1\r\nhost: smuggled\r\n\r\n")
+            reader, writer = await server.send(sent + b"GET / HTTP/1.1\r\nhost: smuggled\r\n\r\n")
             found, code, message = await read_error(reader)
             assert (found, code) == (status, "protocol")
             assert words in message.lower() or words in message
@@ -96,8 +83,7 @@ async def test_server_body_with_a_bad_chunk_ends_its_request_without_a_traceback
     monkeypatch.setattr("kvxfer.serving.transport.READ_ON_IDLE_S", 60.0)  # the connection outlives its request
     async with served() as server:
         with logged(logging.WARNING) as records:
-            reader, writer = await server.connect()
-            writer.write(head(None, "transfer-encoding: chunked") + b"1\r\na\r\n")
+            reader, writer = await server.send(head(None, "transfer-encoding: chunked") + b"1\r\na\r\n")
             await server.wait_phase(ConnectionPhase.BODY, 1)
             writer.write(b"not a chunk\r\n")
             assert (await read_error(reader))[0] == 400
@@ -111,10 +97,8 @@ async def test_server_body_with_a_bad_chunk_ends_its_request_without_a_traceback
 
 async def test_server_requests_on_one_connection_are_served_in_turn() -> None:
     async with served() as server:
-        reader, writer = await server.connect()
-        writer.write(head(2) + b"{}" + head(3) + b"abc")
+        reader, _ = await server.send(head(2) + b"{}" + head(3) + b"abc")
         for size in (2, 3):
             status, _, body = await read_answer(reader)
             assert (status, body) == (200, b'{"size":%d}' % size)
         await server.wait_phase(ConnectionPhase.IDLE, 1)
-        writer.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer._native import _core
-from kvxfer.testing.sim import Invariant, Totals, WorldOptions, world
+from kvxfer.testing.sim import Invariant, SimReport, WorldOptions, world
 from kvxfer.testing.sim.checkers import Violation
 from kvxfer.testing.sim.command import main
 from kvxfer.testing.sim.faults import (
@@ -35,19 +35,19 @@ def test_50_seeds_hold_every_invariant() -> None:
 
 
 @pytest.fixture(scope="module")
-def chaos() -> Totals:
+def chaos() -> SimReport:
     batch = play_many(0, SEEDS, "core", WorldOptions(), jobs=1)
     assert not batch.failures, "\n".join([*batch.failures[0].recent[-40:], str(batch.failures[0])])
     return batch.totals
 
 
 @pytest.mark.deep
-def test_every_seed_holds_every_invariant(chaos: Totals) -> None:
+def test_every_seed_holds_every_invariant(chaos: SimReport) -> None:
     assert chaos.seeds == SEEDS
 
 
 @pytest.mark.deep
-def test_machines_do_not_pass_by_failing_everything(chaos: Totals) -> None:
+def test_machines_do_not_pass_by_failing_everything(chaos: SimReport) -> None:
     assert chaos.committed_share > 0.4
     assert chaos.served > 0.5 * chaos.requests
     assert set(chaos.lanes) == set(chaos.post_lanes) == {"mapped", "memory", "stream", "cma", "ucx", "unix"}
@@ -62,17 +62,17 @@ def test_machines_do_not_pass_by_failing_everything(chaos: Totals) -> None:
 
 
 @pytest.mark.deep
-def test_rest_comes_within_the_stated_bound(chaos: Totals) -> None:
+def test_rest_comes_within_the_stated_bound(chaos: SimReport) -> None:
     assert chaos.rest_max_ns < WorldOptions().rest_ns < 25 * S
 
 
 @pytest.mark.deep
-def test_no_impossible_cell_was_struck(chaos: Totals) -> None:
+def test_no_impossible_cell_was_struck(chaos: SimReport) -> None:
     assert chaos.impossible_cells() == []
 
 
 @pytest.mark.deep
-def test_almost_every_possible_cell_was_struck(chaos: Totals) -> None:
+def test_almost_every_possible_cell_was_struck(chaos: SimReport) -> None:
     """All of them take 2,000 seeds (`make sim SEEDS=2000`); of the kinds, none may be asleep."""
     assert len(chaos.empty_cells()) < 12
     assert {kind for kind, _ in chaos.struck} == set(Kind)

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvxfer.protocol.directory import (
-    Hello,
-)
+from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.liveness import LivenessLimits
-from kvxfer.types import (
-    CompatibilityRecord,
-    DataAddress,
-    Exposure,
-    PoolRecord,
-    Role,
-    WorkerInfo,
-)
+from kvxfer.types import CompatibilityRecord, DataAddress, Exposure, PoolRecord, Role, WorkerInfo
 
 MS = 1_000_000
 SUSPECT_NS, DEAD_NS, GAP_NS = 1500 * MS, 3000 * MS, 500 * MS

@@ -11,9 +11,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import (
-    LimitExceededError,
-)
+from kvxfer.errors import LimitExceededError
 from kvxfer.transport import transfers
 from kvxfer.transport.base import PostOrder, StartPost
 from kvxfer.transport.engine import Op, RemotePeer, TransferBatch, TransferEngine, TransferPlan
@@ -92,6 +90,24 @@ class Recorder:
         return events
 
 
+def final_of(identity: bytes, state: TransferState, code: str, **more: Any) -> Final:
+    """How a transfer over lane ``stream`` ended."""
+    return Final(
+        id=identity,
+        state=getattr(_core.TransferState, state.name),
+        code=types.SimpleNamespace(name=code),
+        text="why",
+        lane=_core.Lane.STREAM,
+        lane_notes="",
+        attempts=1,
+        blocks_checked=0,
+        queue_ns=1000,
+        wire_ns=2000,
+        confirm_ns=3000,
+        **more,
+    )
+
+
 class Setting:
     def __init__(self, patch: pytest.MonkeyPatch, **config: Any) -> None:
         self.transport = Recorder()
@@ -113,21 +129,7 @@ class Setting:
         return self.poster.plan(op, self.poster.prepare(rows), None, self.poster.prepare(rows, peer=self.peer), None)
 
     def finish(self, identity: bytes, state: TransferState = TransferState.COMMITTED, code: str = "ok") -> None:
-        self.transport.events.append(
-            Final(
-                id=identity,
-                state=getattr(_core.TransferState, state.name),
-                code=types.SimpleNamespace(name=code),
-                text="why",
-                lane=_core.Lane.STREAM,
-                lane_notes="",
-                attempts=1,
-                blocks_checked=0,
-                queue_ns=1000,
-                wire_ns=2000,
-                confirm_ns=3000,
-            )
-        )
+        self.transport.events.append(final_of(identity, state, code))
 
     def drained(self, post: TransferBatch, *identities: bytes) -> None:
         for identity in identities or post.transfer_ids:

@@ -9,7 +9,7 @@ from kvxfer.clock import SystemClock
 from kvxfer.config import AgentConfig
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, fresh_id, introduce, make_party
-from kvxfer.testing.contract.steps import PLAIN, expect_outcome, expect_poison, grant, pull
+from kvxfer.testing.contract.steps import PLAIN, expect_outcome, expect_poison, grant, granted_pull, pull
 from kvxfer.transport import MemoryNetwork, Passage, PassageFate
 from kvxfer.transport.counts import is_idle
 from kvxfer.transport.memory_bytes import BlockMemory
@@ -65,9 +65,7 @@ def test_held_passage_arrives_when_it_is_released(maker: MemoryLaneMaker) -> Non
     source, destination = parties = join(maker)
     maker.network.fault = lambda passage: PassageFate.HOLD if passage.what == "read" else PassageFate.ARRIVE
     source.fill(1)
-    transfer_id = fresh_id()
-    grant(source, transfer_id, [1])
-    pull(maker, destination, source, transfer_id, [1])
+    transfer_id = granted_pull(maker, source, destination, [1])
     maker.wait(parties, lambda: False, 1.0)
     destination.transport.cancel(transfer_id)
     maker.wait(parties, lambda: False, 1.0)
@@ -84,9 +82,7 @@ def test_held_passage_arrives_when_it_is_released(maker: MemoryLaneMaker) -> Non
 def test_a_cut_connection_comes_back(maker: MemoryLaneMaker) -> None:
     source, destination = parties = join(maker)
     source.fill(1)
-    transfer_id = fresh_id()
-    grant(source, transfer_id, [1, 2], ready=1)
-    pull(maker, destination, source, transfer_id, [1, 2])
+    transfer_id = granted_pull(maker, source, destination, [1, 2], ready=1)
     maker.wait(parties, lambda: False, 0.1)
     maker.network.cut(destination.ref, source.ref)
     source.transport.ready(transfer_id, 2, layers=0, complete=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer._native import _core
 from kvxfer.errors import GrantRevokedError, InvalidArgumentError, KvxferError, TransferCancelledError, TransportError
 from kvxfer.testing.contract.parties import RECORD
 from kvxfer.transport import transfers
@@ -16,7 +14,7 @@ from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.pull import Pull, PullOrder, TransferResult
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Exposure, Lane, Member, PoolRecord, Role, TransferId, TransferState, WorkerInfo
-from tests.support.posts_setting import ADDRESS, PEER_REF, Drained, Final, Recorder
+from tests.support.posts_setting import ADDRESS, PEER_REF, Drained, Final, Recorder, final_of
 
 POOL = PoolRecord(1, RECORD, 16, 4096, Exposure.GRANT, False)
 SOURCE = Member(PEER_REF, WorkerInfo("b", Role.BOTH, "", ""), ADDRESS, (POOL,))
@@ -63,21 +61,7 @@ class Case:
         self.pull.begin(SOURCE, self.lanes.possible(PEER_REF, ADDRESS, [POOL], [POOL], [Lane.STREAM]))
 
     def finish(self, state: TransferState, code: str) -> Final:
-        return Final(
-            id=IDENTITY,
-            state=getattr(_core.TransferState, state.name),
-            code=types.SimpleNamespace(name=code),
-            text="why",
-            lane=_core.Lane.STREAM,
-            lane_notes="",
-            attempts=1,
-            blocks_done=3,
-            blocks_checked=0,
-            blocks_before_complete=0,
-            queue_ns=1000,
-            wire_ns=2000,
-            confirm_ns=3000,
-        )
+        return final_of(IDENTITY, state, code, blocks_done=3, blocks_before_complete=0)
 
     def take(self, *events: Any) -> None:
         for event in events:

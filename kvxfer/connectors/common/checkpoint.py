@@ -1,14 +1,17 @@
-"""The weight files of a checkpoint, and their common digest. Decides which files count, and what a model's name means
-on this host; must never know an engine.
+"""The weight files of a checkpoint, their common digest, and that of its config. Decides which of them count, and
+what a model's name means on this host; must never know an engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import pathlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import xxhash
 
@@ -25,6 +28,10 @@ NOT_FOR_INFERENCE = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 )
 """Files that trainers leave beside them and that engines do not load."""
+BOOKKEEPING = frozenset(
+    {"_attn_implementation", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 WHY_MAX = 300
 
 
@@ -39,6 +46,14 @@ class ModelName:
     model: str
     revision: str = ""
     download_dir: str | None = None
+
+
+def config_fingerprint(config: dict[str, Any], facts: dict[str, Any] | None = None) -> str:
+    """SHA-256 over the canonical JSON of a model's config, as an engine has it, without paths and versions, and of
+    ``facts`` beside it: 64 hex digits."""
+    kept = {key: value for key, value in config.items() if key not in BOOKKEEPING}
+    text = json.dumps([kept, facts or {}], sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def unknown(why: str) -> str:

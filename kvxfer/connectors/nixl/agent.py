@@ -19,14 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from kvxfer.connectors.nixl.backends import PLUGINS, Backends, plugin_of
-from kvxfer.connectors.nixl.dlists import (
-    as_bytes,
-    as_name,
-    nixlRegDList,
-    nixlRemoteDList,
-    nixlXferDList,
-    strided_rows,
-)
+from kvxfer.connectors.nixl.dlists import as_bytes, as_name, nixlRegDList, nixlRemoteDList, nixlXferDList, strided_rows
 from kvxfer.connectors.nixl.endpoint import Endpoint
 from kvxfer.connectors.nixl.enums import (
     DEFAULT_COMM_PORT,
@@ -49,7 +42,7 @@ from kvxfer.connectors.nixl.errors import (
 from kvxfer.connectors.nixl.metadata_exchange import MetadataExchange
 from kvxfer.connectors.nixl.prepared import DList, pair, prepare
 from kvxfer.connectors.nixl.requests import (
-    EmptyRequest,
+    InstantRequest,
     LoopRequest,
     RemoteRequest,
     TransferRequest,
@@ -399,14 +392,14 @@ class nixlAgent:
                 inbox.put(name, text)
 
             if picked is None:
-                return self._keep(EmptyRequest(message, backend, deliver, check, on_end))
+                return self._keep(InstantRequest(message, backend, deliver, check, on_end))
             mine, other = local.pieces(picked[0]), remote.pieces(picked[1])
             source, destination = (other, mine) if op is Op.READ else (mine, other)
             return self._keep(LoopRequest(source, destination, message, backend, deliver, check, on_end))
         if picked is None:
             tell = functools.partial(endpoint.notify, remote.agent_name)
             endpoint.link.wrap(message)  # a message that is too long is told of now
-            return self._keep(EmptyRequest(message, backend, tell, remote.check_alive, on_end))
+            return self._keep(InstantRequest(message, backend, tell, remote.check_alive, on_end))
         assert local.prepared is not None
         assert remote.prepared is not None
         with translated():

@@ -26,8 +26,7 @@ WORD_MAX = (1 << 64) - 1
 
 
 class _DList(Generic[RowT]):
-    """A list of rows. A row is three 64-bit words; subclasses keep a fourth element of each row beside the words (a
-    meta, an agent's name)."""
+    """Rows of three words, and whatever else a row of the kind has."""
 
     WIDTH: ClassVar[int] = 3
     LAYOUT: ClassVar[str] = "(address, length, device)"
@@ -48,7 +47,7 @@ class _DList(Generic[RowT]):
         elif isinstance(descs, list):
             self._check_tuples(descs)
             self._fill(_from_tuples(descs), len(descs))
-            self._fill_fourth(descs)
+            self._fill_rest(descs)
         elif isinstance(descs, int):
             if not 0 <= descs <= 1 << 32:
                 raise nixlInvalidParamError(f"a list cannot begin with {descs} rows")
@@ -79,7 +78,7 @@ class _DList(Generic[RowT]):
             grown = np.zeros((max(16, 2 * self._count), 3), np.uint64)
             grown[: self._count] = self._buffer
             self._buffer = grown
-        self._grow_fourth()
+        self._grow_rest()
         self._count += 1
         try:
             self._set(self._count - 1, desc)
@@ -127,11 +126,11 @@ class _DList(Generic[RowT]):
     def _fill(self, rows: Rows, count: int) -> None:
         self._buffer, self._count = rows, count
 
-    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
-        """Take the fourth element of each row from its tuple."""
+    def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
+        """What a row has beside its words."""
 
-    def _grow_fourth(self) -> None:
-        """Add an empty fourth element for one more row."""
+    def _grow_rest(self) -> None:
+        """Room for that of one row more."""
 
     def _row(self, place: int) -> RowT:
         address, length, device = self._buffer[place].tolist()
@@ -181,7 +180,7 @@ class _DList(Generic[RowT]):
         return ()
 
     def _take_metas(self, metas: list[bytes]) -> None:
-        """Take the fourth element of each row from its packed form."""
+        """Whatever else a row of the kind has."""
 
 
 class nixlXferDList(_DList[tuple[int, int, int]]):
@@ -191,14 +190,54 @@ class nixlXferDList(_DList[tuple[int, int, int]]):
         return self._index_of(desc)
 
 
-class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
+class _WideDList(_DList[RowT]):
+    """A list whose rows have one thing beside their words: the fourth element of a tuple."""
+
+    WIDTH = 4
+    NOTHING: ClassVar[Any]
+    _beside: list[Any]
+
+    @staticmethod
+    def _as_beside(value: Any) -> Any:
+        """The fourth element as it is kept. Raises TypeError, nixlInvalidParamError."""
+        raise NotImplementedError
+
+    def remDesc(self, index: int) -> None:
+        del self._beside[self._place(index)]
+        super().remDesc(index)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and isinstance(other, type(self)) and self._beside == other._beside
+
+    __hash__ = None
+
+    def _fill(self, rows: Rows, count: int) -> None:
+        super()._fill(rows, count)
+        self._beside = [self.NOTHING] * count
+
+    def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
+        self._beside = [self._as_beside(desc[3]) for desc in descs]
+
+    def _grow_rest(self) -> None:
+        self._beside.append(self.NOTHING)
+
+    def _row(self, place: int) -> RowT:
+        address, length, device = self._buffer[place].tolist()
+        return (address, length, device, self._beside[place])  # type: ignore[return-value]
+
+    def _set(self, place: int, desc: Sequence[Any]) -> None:
+        beside = self._as_beside(desc[3])
+        super()._set(place, desc)
+        self._beside[place] = beside
+
+
+class nixlRegDList(_WideDList[tuple[int, int, int, bytes]]):
     """What to register: (address, length, device, meta). The meta is the program's own bytes (a file's name, for
     one)."""
 
-    WIDTH = 4
     LAYOUT = "(address, length, device, meta)"
     KIND = packed_rows.REGISTRATION
-    _metas: list[bytes]
+    NOTHING = b""
 
     def index(self, desc: tuple[int, int, int, bytes]) -> int:
         return self._index_of(desc)
@@ -211,76 +250,30 @@ class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
 
     @property
     def metas(self) -> tuple[bytes, ...]:
-        return tuple(self._metas)
-
-    def remDesc(self, index: int) -> None:
-        del self._metas[self._place(index)]
-        super().remDesc(index)
-
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and isinstance(other, nixlRegDList) and self._metas == other._metas
-
-    __hash__ = None
+        return tuple(self._beside)
 
     def _packed_metas(self) -> Sequence[bytes]:
-        return self._metas
+        return self._beside
 
     def _take_metas(self, metas: list[bytes]) -> None:
-        self._metas = metas
+        self._beside = metas
 
-    def _fill(self, rows: Rows, count: int) -> None:
-        super()._fill(rows, count)
-        self._metas = [b""] * count
-
-    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
-        self._metas = [_as_meta(desc[3]) for desc in descs]
-
-    def _grow_fourth(self) -> None:
-        self._metas.append(b"")
-
-    def _row(self, place: int) -> tuple[int, int, int, bytes]:
-        address, length, device = self._buffer[place].tolist()
-        return (address, length, device, self._metas[place])
-
-    def _set(self, place: int, desc: Sequence[Any]) -> None:
-        meta = _as_meta(desc[3])
-        super()._set(place, desc)
-        self._metas[place] = meta
+    @staticmethod
+    def _as_beside(value: Any) -> bytes:
+        if isinstance(value, int):
+            raise nixlInvalidParamError("the fourth element of a registration must be bytes or str, not int")
+        return as_bytes(value)
 
 
-class nixlRemoteDList(_DList[tuple[int, int, int, str]]):
+class nixlRemoteDList(_WideDList[tuple[int, int, int, str]]):
     """Memory of several agents: (address, length, device, agent). Only NIXL's GPU device API takes them."""
 
-    WIDTH = 4
     LAYOUT = "(address, length, device, agent)"
+    NOTHING = ""
 
-    def remDesc(self, index: int) -> None:
-        del self._agents[self._place(index)]
-        super().remDesc(index)
-
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and isinstance(other, nixlRemoteDList) and self._agents == other._agents
-
-    __hash__ = None
-
-    def _fill(self, rows: Rows, count: int) -> None:
-        super()._fill(rows, count)
-        self._agents: list[str] = [""] * count
-
-    def _fill_fourth(self, descs: Sequence[tuple[Any, ...]]) -> None:
-        self._agents = [as_name(desc[3]) for desc in descs]
-
-    def _grow_fourth(self) -> None:
-        self._agents.append("")
-
-    def _row(self, place: int) -> tuple[int, int, int, str]:
-        address, length, device = self._buffer[place].tolist()
-        return (address, length, device, self._agents[place])
-
-    def _set(self, place: int, desc: Sequence[Any]) -> None:
-        agent = as_name(desc[3])
-        super()._set(place, desc)
-        self._agents[place] = agent
+    @staticmethod
+    def _as_beside(value: Any) -> str:
+        return as_name(value)
 
 
 def as_name(name: Any) -> str:
@@ -321,12 +314,6 @@ def strided_rows(array: npt.NDArray[Any]) -> Rows:
     """
     words = _words_of(array, 5)
     return np.ascontiguousarray(words[:, [0, 1, 2, 4, 3]])
-
-
-def _as_meta(meta: Any) -> bytes:
-    if isinstance(meta, int):
-        raise nixlInvalidParamError("the fourth element of a registration must be bytes or str, not int")
-    return as_bytes(meta)
 
 
 def _from_array(array: npt.NDArray[Any]) -> Rows:

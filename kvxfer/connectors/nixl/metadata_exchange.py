@@ -17,11 +17,7 @@ from typing import Protocol
 from kvxfer.connectors.nixl import p2p
 from kvxfer.connectors.nixl.dlists import check_text, nixlRegDList
 from kvxfer.connectors.nixl.endpoint import Endpoint
-from kvxfer.connectors.nixl.errors import (
-    nixlBackendError,
-    nixlInvalidParamError,
-    nixlNotAllowedError,
-)
+from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotAllowedError
 from kvxfer.connectors.nixl.settings import Settings
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 from kvxfer.errors import KvxferError
@@ -79,18 +75,17 @@ class MetadataExchange:
 
     def send(self, host: str, port: int) -> None:
         """Raises nixlInvalidParamError where there is neither an address nor a store; so do the others."""
-        blob, store = self._endpoint.metadata(), self._chosen_store(host, port)
-        if store is None:
-            self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
-        else:
-            self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, DEFAULT_LABEL, blob))
+        blob = self._endpoint.metadata()
+        self._send(self._chosen_store(host, port), blob, host, port, DEFAULT_LABEL)
 
     def send_partial(self, descs: nixlRegDList, has_connection: bool, host: str, port: int, label: str) -> None:
         check_text("label", label)
         store = self._chosen_store(host, port)
         if store is not None and not label:
             raise nixlInvalidParamError(f"partial metadata for {store.NAME} needs a label")
-        blob = self._endpoint.partial_metadata(descs, has_connection=has_connection)
+        self._send(store, self._endpoint.partial_metadata(descs, has_connection=has_connection), host, port, label)
+
+    def _send(self, store: MetadataStore | None, blob: bytes, host: str, port: int, label: str) -> None:
         if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:

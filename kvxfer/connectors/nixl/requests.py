@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -178,67 +178,8 @@ class RemoteRequest:
             self._on_end(self._taken(post))
 
 
-class LoopRequest:
-    """A request between an agent and itself."""
-
-    def __init__(
-        self,
-        source: npt.NDArray[np.uint64],
-        destination: npt.NDArray[np.uint64],
-        message: bytes,
-        backend: int,
-        deliver: Callable[[bytes], None],
-        check: Callable[[], None],
-        on_end: OnEnd | None = None,
-    ) -> None:
-        """Piece i of ``source`` goes to piece i of ``destination``; both shape [n, 2] (address, length).
-        ``check`` raises where the memory is not registered any more.
-
-        Raises nixlInvalidParamError where they do not pair.
-        """
-        if len(source) != len(destination) or not np.array_equal(source[:, 1], destination[:, 1]):
-            raise nixlInvalidParamError("the descriptors of both sides do not pair by number and length")
-        self.backend = backend
-        self._runs = _join(source, destination)
-        self._nbytes, self._pieces = int(source[:, 1].sum()), len(source)
-        self._message = message
-        self._deliver = deliver
-        self._check = check
-        self._on_end = on_end
-        self._telemetry: nixlXferTelemetry | None = None
-
-    def post(self, message: bytes) -> None:
-        self._check()
-        self._message = message or self._message
-        begun_ns = time.monotonic_ns()
-        for source, destination, length in self._runs:
-            ctypes.memmove(destination, source, length)
-        took_us = max(1, (time.monotonic_ns() - begun_ns) // 1000)
-        self._telemetry = nixlXferTelemetry(begun_ns // 1000, took_us, took_us, self._nbytes, self._pieces, Lane.MEMORY)
-        if self._message:
-            self._deliver(self._message)
-        if self._on_end is not None:
-            self._on_end(self._telemetry)
-
-    def status(self) -> nixl_status_t:
-        if self._telemetry is None:
-            raise nixlNotPostedError("the transfer was not posted")
-        return SUCCESS
-
-    def release(self) -> None:
-        pass
-
-    def telemetry(self) -> nixlXferTelemetry:
-        self.status()
-        assert self._telemetry is not None
-        return self._telemetry
-
-    def estimate_us(self) -> int | None:
-        return None if self._telemetry is None else self._telemetry.xferDuration
-
-
-class EmptyRequest:
-    """A request without bytes: it is over when :meth:`post` returns, and its message is sent as any other."""
+class InstantRequest:
+    """A request that is over when :meth:`post` returns: one without bytes, whose message is sent as any other."""
 
     def __init__(
         self,
@@ -259,11 +200,15 @@ class EmptyRequest:
     def post(self, message: bytes) -> None:
         self._check()
         self._message = message or self._message
+        telemetry = self._move()
         if self._message:
             self._deliver(self._message)
-        self._telemetry = nixlXferTelemetry(time.monotonic_ns() // 1000, 1, 1)
+        self._telemetry = telemetry
         if self._on_end is not None:
-            self._on_end(self._telemetry)
+            self._on_end(telemetry)
+
+    def _move(self) -> nixlXferTelemetry:
+        return nixlXferTelemetry(time.monotonic_ns() // 1000, 1, 1)
 
     def status(self) -> nixl_status_t:
         if self._telemetry is None:
@@ -280,6 +225,34 @@ class EmptyRequest:
 
     def estimate_us(self) -> int | None:
         return None
+
+
+class LoopRequest(InstantRequest):
+    """A request between an agent and itself."""
+
+    def __init__(
+        self, source: npt.NDArray[np.uint64], destination: npt.NDArray[np.uint64], *arguments: Any, **options: Any
+    ) -> None:
+        """Piece i of ``source`` goes to piece i of ``destination``; both shape [n, 2] (address, length). ``check``
+        raises where the memory is not registered any more; else as :class:`InstantRequest`.
+
+        Raises nixlInvalidParamError where they do not pair.
+        """
+        if len(source) != len(destination) or not np.array_equal(source[:, 1], destination[:, 1]):
+            raise nixlInvalidParamError("the descriptors of both sides do not pair by number and length")
+        super().__init__(*arguments, **options)
+        self._runs = _join(source, destination)
+        self._nbytes, self._pieces = int(source[:, 1].sum()), len(source)
+
+    def _move(self) -> nixlXferTelemetry:
+        begun_ns = time.monotonic_ns()
+        for source, destination, length in self._runs:
+            ctypes.memmove(destination, source, length)
+        took_us = max(1, (time.monotonic_ns() - begun_ns) // 1000)
+        return nixlXferTelemetry(begun_ns // 1000, took_us, took_us, self._nbytes, self._pieces, Lane.MEMORY)
+
+    def estimate_us(self) -> int | None:
+        return None if self._telemetry is None else self._telemetry.xferDuration
 
 
 def as_indices(indices: object) -> npt.NDArray[np.uint32]:

@@ -4,12 +4,10 @@ which facts of an engine say what its pages mean. SGLang's objects are read by a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, unknown
+from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, config_fingerprint, unknown
 from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.sglang.limits import LOCAL_FORMATS, load_formats, shortened
 from kvxfer.connectors.sglang.shape import KvShape
@@ -18,10 +16,6 @@ from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.layout.tp_sharding import tp_heads
 from kvxfer.types import CompatibilityRecord
 
-BOOKKEEPING = frozenset(
-    {"_attn_implementation", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-)
-"""Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 CUT_MAX = 2048
 """The most buffers of a shape: a shape of more is too long for a message between engines (:mod:`.greetings`)."""
 NHD = "nhd"
@@ -95,14 +89,6 @@ def shape_of(
 def facts_of(arguments: Any) -> dict[str, Any]:
     """The settings of FACTS that this version of SGLang has, and that are neither empty nor off."""
     return {name: value for name in FACTS if (value := getattr(arguments, name, None)) and value not in ("auto", "{}")}
-
-
-def config_fingerprint(config: dict[str, Any], facts: dict[str, Any]) -> str:
-    """SHA-256 over the canonical JSON of a model's config, without paths and versions, and of ``facts``: 64 hex
-    digits."""
-    kept = {key: value for key, value in config.items() if key not in BOOKKEEPING}
-    text = json.dumps([kept, facts], sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def models_of(arguments: Any) -> Callable[[], list[ModelName]]:

@@ -12,10 +12,10 @@ import dataclasses
 import itertools
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable
 
+from kvxfer.connectors.common.changes import WeightChanges
 from kvxfer.connectors.common.stamps import Stamp
 
 _TOKEN = secrets.token_hex(4)
@@ -38,18 +38,16 @@ class AdapterLoad:
     """What requests call it by."""
 
 
-class Loaded:
+class Loaded(WeightChanges):
     """From any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._numbers = itertools.count(1)
         self._reading: collections.OrderedDict[str, tuple[Stamp, int]] = collections.OrderedDict()
         self._adapters: collections.OrderedDict[int, dict[str, AdapterLoad]] = collections.OrderedDict()
         """By number of the adapter and worker."""
         self._newest = 0
-        self._changed = ""
-        self._listeners: list[Callable[[str], None]] = []
         self._on_adapters: list[Callable[[AdapterLoad], None]] = []
         self.is_watching = False
         """Whether vLLM's workers report here what they load."""
@@ -81,29 +79,6 @@ class Loaded:
         part = f"models--{model.partition(':')[0].replace('/', '--')}"
         with self._lock:
             return sorted(path for path in self._reading if "/" in model and part in path.split(os.sep))
-
-    def changed(self, why: str) -> None:
-        """The weights in memory are, or will be, no longer what was loaded from files."""
-        with self._lock:
-            self._changed = self._changed or why
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener(why)
-
-    def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Call it with the reason whenever weights changed in memory, and at once where they have since they were
-        loaded. Returns what ends that."""
-        with self._lock:
-            self._listeners.append(listener)
-            changed = self._changed
-        if changed:
-            listener(changed)
-        return lambda: self._forget(listener)
-
-    def _forget(self, listener: Callable[[str], None]) -> None:
-        with self._lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
 
     # --- adapters ---
 

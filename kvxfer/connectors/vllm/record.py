@@ -7,13 +7,13 @@ only to ask which attention backend was chosen.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from typing import Any
 
 from kvxfer.connectors.common.checkpoint import (
     ModelName,
     NotKnown,
+    config_fingerprint,
     directory_of,
     fingerprint_of,
     unknown,
@@ -25,11 +25,6 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
 from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import CompatibilityRecord
-
-BOOKKEEPING = frozenset(
-    {"_attn_implementation", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-)
-"""Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 
 LENGTH_ROPES = frozenset({"longrope", "su"})
 """Kinds of rotary embeddings with factors for short and for long contexts: vLLM takes the long ones for every prompt
@@ -115,14 +110,6 @@ def check_scales(cache_config: Any) -> None:
     """Raise ConfigError where each engine finds out by itself what its KV bytes are to be multiplied with."""
     if getattr(cache_config, "calculate_kv_scales", False):
         raise ConfigError("kvxfer does not move KV caches whose scales each engine calculates: leave it off")
-
-
-def config_fingerprint(config: dict[str, Any], facts: dict[str, Any] | None = None) -> str:
-    """SHA-256 over the canonical JSON of a model's config, as vLLM has it after ``hf_overrides``, without paths and
-    versions, and of ``facts`` beside it: 64 hex digits."""
-    kept = {key: value for key, value in config.items() if key not in BOOKKEEPING}
-    text = json.dumps([kept, facts or {}], sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def engine_facts(vllm_config: Any) -> dict[str, Any]:

@@ -256,16 +256,8 @@ def _texts(found: Any) -> Iterable[str]:
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Have ``around(original, self, ...)`` called for a method of a class. Again: nothing."""
-    original = getattr(owner, name, None)
-    if original is None or getattr(original, _MARK, False) or not inspect.isfunction(original):
-        return
-
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **more: Any) -> Any:
-        return around(original, *arguments, **more)
-
-    setattr(wrapper, _MARK, True)
-    setattr(owner, name, wrapper)
+    if inspect.isfunction(getattr(owner, name, None)):
+        _replace(owner, name, around)
 
 
 def _replace(thing: Any, name: str, around: Callable[..., Any]) -> None:

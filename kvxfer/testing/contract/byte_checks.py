@@ -8,15 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvxfer.testing.contract.parties import LaneMaker, PoolLayout, fresh_id, introduce, make_party
+from kvxfer.testing.contract.parties import LaneMaker, PoolLayout, fresh_id
 from kvxfer.testing.contract.steps import (
-    PLAIN,
     SOON_S,
     expect,
-    expect_idle,
     expect_outcome,
     expect_poison,
     grant,
+    granted_pull,
     has_done,
     pull,
     two_parties,
@@ -36,9 +35,7 @@ def check_bytes_are_equal(maker: LaneMaker) -> None:
             count = int(random.integers(1, min(source_layout.block_count, layout.block_count) + 1))
             granted = random.choice(source_layout.block_count, count, replace=False).tolist()
             filled = random.choice(layout.block_count, count, replace=False).tolist()
-            transfer_id = fresh_id()
-            grant(source, transfer_id, granted)
-            pull(maker, destination, source, transfer_id, filled)
+            transfer_id = granted_pull(maker, source, destination, granted, filled)
             expect_outcome(maker, [source, destination], destination, transfer_id, "committed")
             assert (destination.read(filled) == truth[granted]).all(), "bytes differ"
             expect_poison(destination, sorted(set(range(layout.block_count)) - set(filled)))
@@ -52,10 +49,9 @@ def check_large_transfer(maker: LaneMaker) -> None:
     """Many times what one read or one frame carries."""
     layout = PoolLayout.cut(96, [200_000, 62_144], 64)
     with two_parties(maker, layout) as (source, destination):
-        truth, transfer_id = source.fill(1), fresh_id()
+        truth = source.fill(1)
         order = np.random.default_rng(1).permutation(96)
-        grant(source, transfer_id, order.tolist())
-        pull(maker, destination, source, transfer_id, range(96))
+        transfer_id = granted_pull(maker, source, destination, order.tolist(), range(96))
         expect_outcome(maker, [source, destination], destination, transfer_id, "committed")
         assert (destination.read() == truth[order]).all(), "bytes differ"
 
@@ -63,10 +59,9 @@ def check_large_transfer(maker: LaneMaker) -> None:
 def check_progressive_ready(maker: LaneMaker) -> None:
     """Ready blocks move before the rest is ready; blocks that are not ready do not move."""
     with two_parties(maker) as (source, destination):
-        truth, transfer_id = source.fill(2), fresh_id()
+        truth = source.fill(2)
         source.write(range(8, 16), 0x11)
-        grant(source, transfer_id, range(16), ready=3)
-        pull(maker, destination, source, transfer_id, range(16))
+        transfer_id = granted_pull(maker, source, destination, range(16), ready=3)
         parties = [source, destination]
         expect(maker, parties, "3 blocks", has_done(destination, transfer_id, 3), SOON_S)
         assert (destination.read(range(3)) == truth[:3]).all()
@@ -96,9 +91,8 @@ def check_pull_before_grant(maker: LaneMaker) -> None:
 def check_tail_of_a_grant(maker: LaneMaker) -> None:
     """A reader that has the first blocks asks from a later position on."""
     with two_parties(maker) as (source, destination):
-        truth, transfer_id = source.fill(4), fresh_id()
-        grant(source, transfer_id, [1, 3, 5, 7, 9])
-        pull(maker, destination, source, transfer_id, [0, 1], first=3)
+        truth = source.fill(4)
+        transfer_id = granted_pull(maker, source, destination, [1, 3, 5, 7, 9], [0, 1], first=3)
         expect_outcome(maker, [source, destination], destination, transfer_id, "committed")
         assert (destination.read([0, 1]) == truth[[7, 9]]).all()
         expect_poison(destination, range(2, 16))
@@ -107,22 +101,14 @@ def check_tail_of_a_grant(maker: LaneMaker) -> None:
 def check_checksums(maker: LaneMaker) -> None:
     """Blocks that go with checksums arrive as the others do, whether source, reader or both want them."""
     for has_checksums, wants_checksums in ((True, False), (False, True), (True, True)):
-        source = make_party(maker, "source", PLAIN, has_checksums=has_checksums)
-        destination = make_party(maker, "destination", PLAIN)
-        try:
-            introduce(source, destination)
-            truth, transfer_id = source.fill(9), fresh_id()
-            grant(source, transfer_id, range(16), ready=5)
-            pull(maker, destination, source, transfer_id, range(16), wants_checksums=wants_checksums)
+        with two_parties(maker, has_checksums=has_checksums) as (source, destination):
+            truth = source.fill(9)
+            transfer_id = granted_pull(maker, source, destination, range(16), ready=5, wants_checksums=wants_checksums)
             parties = [source, destination]
             expect(maker, parties, "5 blocks", has_done(destination, transfer_id, 5), SOON_S)
             source.transport.ready(transfer_id, 16, layers=0, complete=True)
             expect_outcome(maker, parties, destination, transfer_id, "committed")
             assert (destination.read() == truth).all(), "bytes differ"
-            expect_idle(maker, parties)
-        finally:
-            source.transport.close()
-            destination.transport.close()
 
 
 def check_many_transfers(maker: LaneMaker) -> None:

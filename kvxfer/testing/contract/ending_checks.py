@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import GrantGoneError
-from kvxfer.testing.contract.parties import LaneMaker, PoolLayout, fresh_id, introduce, make_party
+from kvxfer.testing.contract.parties import LaneMaker, PoolLayout, fresh_id, make_party
 from kvxfer.testing.contract.steps import (
     PLAIN,
     SOON_S,
@@ -18,7 +18,9 @@ from kvxfer.testing.contract.steps import (
     expect_outcome,
     expect_poison,
     grant,
+    granted_pull,
     has_done,
+    mortal_parties,
     pull,
     two_parties,
 )
@@ -39,9 +41,7 @@ def check_cancel_then_reuse(maker: LaneMaker) -> None:
         parties = [source, destination]
         for ready in (0, 4):
             source.fill(1)
-            transfer_id = fresh_id()
-            grant(source, transfer_id, range(8), ready=ready)
-            pull(maker, destination, source, transfer_id, range(8))
+            transfer_id = granted_pull(maker, source, destination, range(8), ready=ready)
             expect(maker, parties, "begun", has_done(destination, transfer_id, ready), SOON_S)
             destination.transport.cancel(transfer_id)
             destination.transport.cancel(transfer_id)
@@ -65,9 +65,7 @@ def check_cancel_races_the_read(maker: LaneMaker) -> None:
         parties = [source, destination]
         source.fill(1)
         for moment in range(12):
-            transfer_id = fresh_id()
-            grant(source, transfer_id, range(32))
-            pull(maker, destination, source, transfer_id, range(32))
+            transfer_id = granted_pull(maker, source, destination, range(32))
             maker.wait(parties, lambda: False, moment * 0.0002)
             destination.transport.cancel(transfer_id)
             expect_outcome(maker, parties, destination, transfer_id, "cancelled", "committed")
@@ -80,21 +78,14 @@ def check_cancel_races_the_read(maker: LaneMaker) -> None:
 def check_source_closed(maker: LaneMaker) -> None:
     """A source that goes away in the middle is noticed in bounded time, and the blocks come back."""
     config = AgentConfig(reconnect_s=0.6, stall_s=0.3)
-    source, destination = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
-    try:
-        introduce(source, destination)
+    with mortal_parties(maker, config=config) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, range(8), ready=4)
-        pull(maker, destination, source, transfer_id, range(8))
+        transfer_id = granted_pull(maker, source, destination, range(8), ready=4)
         parties = [source, destination]
         expect(maker, parties, "4 blocks", has_done(destination, transfer_id, 4), SOON_S)
         source.transport.close()
         expect_outcome(maker, [destination], destination, transfer_id, "peer_gone")
         expect_idle(maker, [destination])
-    finally:
-        source.transport.close()
-        destination.transport.close()
 
 
 def check_source_declared_dead(maker: LaneMaker) -> None:
@@ -127,9 +118,7 @@ def check_destination_closed(maker: LaneMaker) -> None:
     """After a destination closed, nothing lands in its memory any more."""
     with two_parties(maker, PoolLayout.plain(32, 20_000)) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, range(32), ready=16)
-        pull(maker, destination, source, transfer_id, range(32))
+        transfer_id = granted_pull(maker, source, destination, range(32), ready=16)
         expect(maker, [source, destination], "a block", lambda: destination.done.get(transfer_id.raw, 0) > 0, SOON_S)
         destination.transport.close()
         destination.poison()

@@ -18,6 +18,7 @@ from kvxfer.testing.contract.steps import (
     expect_outcome,
     expect_poison,
     grant,
+    granted_pull,
     has_done,
     has_ended,
     pull,
@@ -44,9 +45,7 @@ def check_revoke_in_the_middle(maker: LaneMaker) -> None:
     """After revoke returned the owner overwrites its blocks; the transfer must not commit."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, range(8), ready=4)
-        pull(maker, destination, source, transfer_id, range(8))
+        transfer_id = granted_pull(maker, source, destination, range(8), ready=4)
         parties = [source, destination]
         expect(maker, parties, "4 blocks", has_done(destination, transfer_id, 4), SOON_S)
         assert source.transport.revoke_grant(transfer_id) is GrantState.REVOKED
@@ -62,9 +61,8 @@ def check_revoke_races_the_read(maker: LaneMaker) -> None:
     with two_parties(maker, PoolLayout.plain(32, 20_000)) as (source, destination):
         parties = [source, destination]
         for moment in range(12):
-            truth, transfer_id = source.fill(moment), fresh_id()
-            grant(source, transfer_id, range(32))
-            pull(maker, destination, source, transfer_id, range(32))
+            truth = source.fill(moment)
+            transfer_id = granted_pull(maker, source, destination, range(32))
             maker.wait(parties, lambda: False, moment * 0.0002)
             source.transport.revoke_grant(transfer_id)
             source.poison()
@@ -77,9 +75,7 @@ def check_revoke_races_the_read(maker: LaneMaker) -> None:
 def check_revoke_after_commit(maker: LaneMaker) -> None:
     with two_parties(maker) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, [3])
-        pull(maker, destination, source, transfer_id, [3])
+        transfer_id = granted_pull(maker, source, destination, [3])
         parties = [source, destination]
         expect_outcome(maker, parties, destination, transfer_id, "committed")
         expect(maker, parties, "released", lambda: bool(source.ended[transfer_id.raw]), SOON_S)
@@ -143,21 +139,13 @@ def check_wrong_reader(maker: LaneMaker) -> None:
 
 def check_incompatible(maker: LaneMaker) -> None:
     """Pools of other records do not exchange a byte."""
-    source = make_party(maker, "source", PLAIN)
-    other = make_party(maker, "destination", PLAIN, record=dataclasses.replace(RECORD, dtype="float16"))
-    try:
-        introduce(source, other)
+    other = dataclasses.replace(RECORD, dtype="float16")
+    with two_parties(maker, destination_record=other) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, [1])
-        pull(maker, other, source, transfer_id, [1])
-        expect_outcome(maker, [source, other], other, transfer_id, "incompatible")
-        expect_poison(other)
+        transfer_id = granted_pull(maker, source, destination, [1])
+        expect_outcome(maker, [source, destination], destination, transfer_id, "incompatible")
+        expect_poison(destination)
         source.transport.revoke_grant(transfer_id)
-        expect_idle(maker, [source, other])
-    finally:
-        source.transport.close()
-        other.transport.close()
 
 
 def check_past_the_end(maker: LaneMaker) -> None:
@@ -181,21 +169,12 @@ def check_past_the_end(maker: LaneMaker) -> None:
 def check_wrong_key(maker: LaneMaker) -> None:
     """A peer whose key is another one proves nothing and gets nothing."""
     config = AgentConfig(reconnect_s=0.5)
-    source, destination = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
-    try:
-        introduce(source, destination, other_key=bytes(32))
+    with two_parties(maker, config=config, destination_key=bytes(32)) as (source, destination):
         source.fill(1)
-        transfer_id = fresh_id()
-        grant(source, transfer_id, [1])
-        pull(maker, destination, source, transfer_id, [1])
-        parties = [source, destination]
-        expect_outcome(maker, parties, destination, transfer_id, "unauthenticated")
+        transfer_id = granted_pull(maker, source, destination, [1])
+        expect_outcome(maker, [source, destination], destination, transfer_id, "unauthenticated")
         expect_poison(destination)
         source.transport.revoke_grant(transfer_id)
-        expect_idle(maker, parties)
-    finally:
-        source.transport.close()
-        destination.transport.close()
 
 
 def check_wrong_calls(maker: LaneMaker) -> None:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusyError
-from kvxfer.testing.contract.parties import LaneMaker, LaneParty, introduce, make_party
+from kvxfer.testing.contract.parties import LaneMaker, LaneParty
 from kvxfer.testing.contract.post_checks import BOTH, COMMITTED
 from kvxfer.testing.contract.posted_memory import PostedMemory, expect_post, outcome, peer_of, post
-from kvxfer.testing.contract.steps import PLAIN, SOON_S, expect, expect_idle, two_parties
+from kvxfer.testing.contract.steps import SOON_S, expect, expect_idle, mortal_parties, two_parties
 from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.plan import Op
 from kvxfer.types import Lane, TransferState
@@ -124,9 +124,7 @@ def _is_taken_back(party: LaneParty, memory: PostedMemory) -> bool:
 def check_post_past_its_deadline(maker: LaneMaker) -> None:
     """A post whose peer does not answer ends at its deadline, and leaves nothing."""
     config = AgentConfig(reconnect_s=30.0)
-    one, other = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
-    try:
-        introduce(one, other)
+    with mortal_parties(maker, config=config) as (one, other):
         mine, theirs = _pair(one, other)
         peer = peer_of(other)
         other.transport.close()
@@ -135,18 +133,13 @@ def check_post_past_its_deadline(maker: LaneMaker) -> None:
             expect_post(maker, [one], late, "deadline")
         mine.expect_poison()
         expect_idle(maker, [one])
-    finally:
-        one.transport.close()
-        other.transport.close()
 
 
 def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
     """A peer that goes away at any moment is noticed in bounded time, and our memory comes back."""
     for op in BOTH:
         for moment in (0, 2, 5):
-            one, other = make_party(maker, "source", PLAIN, BRIEF), make_party(maker, "destination", PLAIN, BRIEF)
-            try:
-                introduce(one, other)
+            with mortal_parties(maker, config=BRIEF) as (one, other):
                 mine, theirs = _pair(one, other)
                 source, destination = (theirs, mine) if op is Op.READ else (mine, theirs)
                 truth = source.fill(moment)
@@ -160,17 +153,12 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
                     assert (destination.array == truth).all(), "bytes differ"
                 expect_idle(maker, [one])
                 one.poster.deregister(mine.registration)
-            finally:
-                one.transport.close()
-                other.transport.close()
 
 
 def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
     """The announced death of exactly that incarnation ends its posts at once; and its writes here end too."""
     for op in BOTH:
-        one, other = make_party(maker, "source", PLAIN), make_party(maker, "destination", PLAIN)
-        try:
-            introduce(one, other)
+        with mortal_parties(maker) as (one, other):
             mine, theirs = _pair(one, other)
             dead = _start(maker, op, one, other, mine, theirs)
             one.transport.peer_dead(other.ref)
@@ -182,9 +170,6 @@ def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
             maker.wait([one, other], lambda: False, 0.005)
             for memory in (mine, theirs):
                 memory.expect_poison()
-        finally:
-            one.transport.close()
-            other.transport.close()
 
 
 def check_cut_posts_go_on(maker: LaneMaker) -> None:

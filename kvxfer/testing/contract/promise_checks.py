@@ -14,6 +14,7 @@ from kvxfer.testing.contract.steps import (
     expect_outcome,
     expect_poison,
     grant,
+    granted_pull,
     has_ended,
     pull,
     raises,
@@ -116,9 +117,7 @@ def check_aborted_pull(maker: LaneMaker) -> None:
 def check_cancelled_before_it_met(maker: LaneMaker) -> None:
     """A pull that is cancelled while its session is still being made releases its grant all the same."""
     with two_parties(maker) as (source, destination):
-        transfer_id = fresh_id()
-        grant(source, transfer_id, [1, 2])
-        pull(maker, destination, source, transfer_id, [1, 2])
+        transfer_id = granted_pull(maker, source, destination, [1, 2])
         destination.transport.cancel(transfer_id)
         parties = [source, destination]
         expect_outcome(maker, parties, destination, transfer_id, "cancelled", COMMITTED)

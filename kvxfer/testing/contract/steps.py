@@ -6,12 +6,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvxfer.config import AgentConfig
-from kvxfer.testing.contract.parties import POISON, POOL_ID, LaneMaker, LaneParty, PoolLayout, introduce, make_party
+from kvxfer.testing.contract.parties import (
+    POISON,
+    POOL_ID,
+    RECORD,
+    LaneMaker,
+    LaneParty,
+    PoolLayout,
+    fresh_id,
+    introduce,
+    make_party,
+)
 from kvxfer.transport.base import as_blocks
 from kvxfer.transport.counts import describe, is_idle
-from kvxfer.types import TransferId
+from kvxfer.types import CompatibilityRecord, TransferId
 
 SOON_S = 20.0
 """The time limit of steps without a wait of their own; a machine may be busy."""
@@ -19,19 +30,34 @@ PLAIN = PoolLayout.plain(16, 4096)
 
 
 @contextlib.contextmanager
-def two_parties(
-    maker: LaneMaker, layout: PoolLayout = PLAIN, *, to: PoolLayout | None = None, config: AgentConfig | None = None
+def mortal_parties(
+    maker: LaneMaker,
+    layout: PoolLayout = PLAIN,
+    *,
+    to: PoolLayout | None = None,
+    config: AgentConfig | None = None,
+    destination_record: CompatibilityRecord = RECORD,
+    destination_key: bytes | None = None,
+    has_checksums: bool = False,
 ) -> Iterator[tuple[LaneParty, LaneParty]]:
-    """A source and a destination that know each other. Whatever a check did, nothing may be left when it ends."""
-    source = make_party(maker, "source", layout, config)
-    destination = make_party(maker, "destination", to or layout, config)
-    introduce(source, destination)
+    """A source and a destination that know each other; a check may close one of them. ``destination_key``: if the
+    destination has another one; ``has_checksums``: the source's blocks go with checksums."""
+    source = make_party(maker, "source", layout, config, has_checksums=has_checksums)
+    destination = make_party(maker, "destination", to or layout, config, destination_record)
     try:
+        introduce(source, destination, other_key=destination_key)
         yield source, destination
-        expect_idle(maker, [source, destination])
     finally:
         source.transport.close()
         destination.transport.close()
+
+
+@contextlib.contextmanager
+def two_parties(maker: LaneMaker, layout: PoolLayout = PLAIN, **options: Any) -> Iterator[tuple[LaneParty, LaneParty]]:
+    """As :func:`mortal_parties`. Whatever a check did, nothing may be left when it ends."""
+    with mortal_parties(maker, layout, **options) as parties:
+        yield parties
+        expect_idle(maker, parties)
 
 
 def expect(
@@ -92,6 +118,23 @@ def pull(
         deadline_s=deadline_s,
         wants_checksums=wants_checksums,
     )
+
+
+def granted_pull(
+    maker: LaneMaker,
+    source: LaneParty,
+    destination: LaneParty,
+    granted: Sequence[int],
+    filled: Sequence[int] | None = None,
+    *,
+    ready: int | None = None,
+    **options: Any,
+) -> TransferId:
+    """A grant of blocks and a pull of them, into blocks ``filled`` (the same). ``options``: of :func:`pull`."""
+    transfer_id = fresh_id()
+    grant(source, transfer_id, granted, ready=ready)
+    pull(maker, destination, source, transfer_id, granted if filled is None else filled, **options)
+    return transfer_id
 
 
 def expect_outcome(

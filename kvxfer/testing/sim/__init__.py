@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvxfer.testing.sim.checkers import Invariant, Violation
 from kvxfer.testing.sim.faults import Kind, TransferPhase
-from kvxfer.testing.sim.report import SimReport, Totals
+from kvxfer.testing.sim.report import SimReport
 from kvxfer.testing.sim.world import World, world
 from kvxfer.testing.sim.world_options import WorldOptions
 
@@ -17,7 +17,6 @@ __all__ = [
     "Invariant",
     "Kind",
     "SimReport",
-    "Totals",
     "TransferPhase",
     "Violation",
     "World",

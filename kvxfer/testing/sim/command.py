@@ -5,12 +5,13 @@ ended, and fails on a broken invariant, or on a fault that never met a phase whi
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
 import time
 
-from kvxfer.testing.sim.play import FAILURES_SHOWN, load_machines, play_many, replay, replay_command
+from kvxfer.testing.sim.play import Game, agents, load_machines, play_game, replay, show
 from kvxfer.testing.sim.world_options import WorldOptions
 
 CELLS_AFTER_SEEDS = 2000
@@ -35,43 +36,40 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2 at most)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and print everything that happens")
     asked = parser.parse_args(arguments)
-    options = WorldOptions(has_faults=not asked.no_faults)
     try:
         load_machines(asked.machines)
+        game = _engines(asked) if asked.world == "engines" else agents(WorldOptions(has_faults=not asked.no_faults))
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    if asked.world == "engines":
-        return _main_of_engines(asked)
     if asked.replay is not None:
-        return replay(asked.replay, asked.machines, options)
-    began = time.monotonic()
-    batch = play_many(asked.seed_base, asked.seeds, asked.machines, options, asked.jobs)
-    print("\n".join(batch.totals.lines()))
-    print(f"{time.monotonic() - began:.1f} s on {asked.jobs} processes")
-    problems = 0
-    for failure in batch.failures[:FAILURES_SHOWN]:
-        problems += 1
-        print("", *failure.recent[-40:], f"seed {failure.seed}: {failure.text}", sep="\n")
-        print(f"replay: {replay_command(failure.seed, asked.machines, options.has_faults)}")
+        return replay(asked.replay, asked.machines, game)
+    began_s = time.monotonic()
+    batch = play_game(asked.seed_base, asked.seeds, asked.machines, game, asked.jobs)
+    problems = show(batch, began_s, asked.jobs, functools.partial(_replay_command, asked))
+    if asked.world == "engines":
+        return 1 if problems else 0
     for kind, phase in batch.totals.impossible_cells():
         problems += 1
         print(f"{kind} struck a transfer that was {phase}, which faults.IMPOSSIBLE says cannot be")
-    if asked.seeds >= CELLS_AFTER_SEEDS and options.has_faults:
+    if asked.seeds >= CELLS_AFTER_SEEDS and not asked.no_faults:
         for kind, phase in batch.totals.empty_cells():
             problems += 1
             print(f"{kind} never struck a transfer that was {phase}")
     return 1 if problems else 0
 
 
-def _main_of_engines(asked: argparse.Namespace) -> int:
+def _engines(asked: argparse.Namespace) -> Game:
+    """The world of engines, which needs torch. Raises ValueError for a bug that there is not."""
     engines = importlib.import_module("kvxfer.testing.sim.engines.play_engines")
-    try:
-        bug = engines.EngineBug(asked.bug)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    options = engines.EngineOptions(has_faults=not asked.no_faults)
-    if asked.replay is not None:
-        return int(engines.replay(asked.replay, asked.machines, options, bug))
-    return int(engines.main(asked.seeds, asked.seed_base, asked.machines, options, bug, asked.jobs))
+    bugs = importlib.import_module("kvxfer.testing.sim.engines")
+    game: Game = engines.engines(bugs.EngineOptions(has_faults=not asked.no_faults), bugs.EngineBug(asked.bug))
+    return game
+
+
+def _replay_command(asked: argparse.Namespace, seed: int) -> str:
+    world = " --world engines" if asked.world == "engines" else ""
+    flags = "" if asked.machines == "core" else f" --machines {asked.machines}"
+    flags += " --no-faults" if asked.no_faults else ""
+    flags += "" if asked.bug == "none" else f" --bug {asked.bug}"
+    return f"python -m kvxfer.testing.sim{world} --replay {seed}{flags}"

@@ -6,18 +6,42 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import Self
 
 from kvxfer.testing.sim.faults import IMPOSSIBLE, Kind, TransferPhase
 from kvxfer.testing.sim.virtual_clock import S
 
 
 @dataclasses.dataclass
-class SimReport:
-    """One seed. ``digest`` is the hash of its whole event log: equal digests, equal runs."""
+class SeedsReport:
+    """One seed, or the sum of many. ``digest`` is the hash of one seed's whole event log: equal digests, equal runs."""
 
-    seed: int
+    seed: int = 0
     digest: str = ""
+    seeds: int = 1
     events: int = 0
+
+    @classmethod
+    def of_none(cls) -> Self:
+        """The sum of no runs."""
+        return cls(seeds=0)
+
+    def add(self, other: SeedsReport) -> None:
+        """Count other runs in."""
+        for field in dataclasses.fields(self):
+            mine, its = getattr(self, field.name), getattr(other, field.name)
+            if field.name.endswith("_max_ns"):
+                setattr(self, field.name, max(mine, its))
+            elif isinstance(mine, collections.Counter):
+                mine.update(its)
+            elif field.name not in ("seed", "digest"):
+                setattr(self, field.name, mine + its)
+
+
+@dataclasses.dataclass
+class SimReport(SeedsReport):
+    """Of the world of agents."""
+
     struck: collections.Counter[tuple[Kind, TransferPhase]] = dataclasses.field(default_factory=collections.Counter)
     finals: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     """(final state, code) of every transfer that became final while its destination lived."""
@@ -30,51 +54,8 @@ class SimReport:
     requests: int = 0
     served: int = 0
     """Requests of which one transfer committed."""
-    rest_ns: int = 0
-    """From the last fault until everything was at rest."""
-
-
-@dataclasses.dataclass
-class Totals:
-    """The sum of many reports."""
-
-    seeds: int = 0
-    events: int = 0
-    struck: collections.Counter[tuple[Kind, TransferPhase]] = dataclasses.field(default_factory=collections.Counter)
-    finals: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
-    lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    posted: int = 0
-    posts: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
-    post_lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    requests: int = 0
-    served: int = 0
     rest_max_ns: int = 0
-
-    def add(self, report: SimReport) -> None:
-        self.seeds += 1
-        self.events += report.events
-        self.struck.update(report.struck)
-        self.finals.update(report.finals)
-        self.lanes.update(report.lanes)
-        self.posted += report.posted
-        self.posts.update(report.posts)
-        self.post_lanes.update(report.post_lanes)
-        self.requests += report.requests
-        self.served += report.served
-        self.rest_max_ns = max(self.rest_max_ns, report.rest_ns)
-
-    def merge(self, other: Totals) -> None:
-        self.seeds += other.seeds
-        self.events += other.events
-        self.struck.update(other.struck)
-        self.finals.update(other.finals)
-        self.lanes.update(other.lanes)
-        self.posted += other.posted
-        self.posts.update(other.posts)
-        self.post_lanes.update(other.post_lanes)
-        self.requests += other.requests
-        self.served += other.served
-        self.rest_max_ns = max(self.rest_max_ns, other.rest_max_ns)
+    """From the last fault until everything was at rest."""
 
     @property
     def committed_share(self) -> float:

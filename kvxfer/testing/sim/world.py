@@ -90,7 +90,7 @@ class World:
             self.clock.run_until(self.clock.now + 100 * MS)
         self._check_rest(last_fault)
         last_final = max(self.checkers.last_final_ns(), self.reference.last_final_ns())
-        self.report.rest_ns = max(0, last_final - last_fault)
+        self.report.rest_max_ns = max(0, last_final - last_fault)
         self.report.events = self.clock.fired
         self.report.digest = self._hash.hexdigest()
         return self.report

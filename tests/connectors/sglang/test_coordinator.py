@@ -6,7 +6,7 @@ import pathlib
 
 from kvxfer.types import Role
 from tests.support.sglang_core.coordinator import coordinator
-from tests.support.sglang_core.cores import Copy, Rank, begin, check, idle, options, running
+from tests.support.sglang_core.cores import Copy, Rank, check, idle, open_room, options, running
 
 
 def test_ranks_find_each_other_by_a_coordinator(tmp_path: pathlib.Path) -> None:
@@ -18,8 +18,7 @@ def test_ranks_find_each_other_by_a_coordinator(tmp_path: pathlib.Path) -> None:
             assert p.core.export_metadata() == ""
             p.write(p.kv, (7, 8), 1)
             p.write(p.aux, (0,), 1)
-            p.sources.accept(5)
-            begin(p, d, 5, (1, 2), 0)
+            open_room(p, d, 5, (1, 2), 0)
             p.sources.send(5, 0, (7, 8), is_last=True, aux_row=0)
             d.wait("done", 5)
             p.wait("sent", 5)

@@ -66,10 +66,7 @@ def test_pages_of_other_sizes(tmp_path: pathlib.Path, prefill: int, decode: int,
 def test_heads_that_several_ranks_hold(tmp_path: pathlib.Path, prefill: int, decode: int) -> None:
     """A model of two heads on four ranks: replicas."""
     with engines(tmp_path, Cutting(tp=prefill, heads=2), Cutting(tp=decode, heads=2)) as (p, d):
-        room = Room(p, d, 1, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 1, 22, SOURCE, TARGET).arrive()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (4, 2), (2, 4)])
@@ -77,10 +74,7 @@ def test_a_latent_is_read_from_one_replica_by_whole_pages(tmp_path: pathlib.Path
     latent = Cutting(heads=1, sizes=tuple(LATENT.items()))
     cuttings = [dataclasses.replace(latent, tp=tp) for tp in (prefill, decode)]
     with engines(tmp_path, *cuttings) as (p, d):
-        room = Room(p, d, 1, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 1, 22, SOURCE, TARGET).arrive()
         assert views(p) == [0] * prefill
         given = [rank.sources.moved(1).bytes > 0 for rank in p.ranks]
         assert given == [at < decode for at in range(prefill)], "the r-th of them, round and round"
@@ -90,10 +84,7 @@ def test_a_latent_is_read_from_one_replica_by_whole_pages(tmp_path: pathlib.Path
 @pytest.mark.parametrize("ours", [4, 8])
 def test_layers_of_several_stages(tmp_path: pathlib.Path, tp: int, decode: int, ours: int) -> None:
     with engines(tmp_path, Cutting(pp=2, tp=tp), Cutting(tp=decode, page_tokens=ours)) as (p, d):
-        room = Room(p, d, 1, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 1, 22, SOURCE, TARGET).arrive()
         assert d.ranks[0].destinations.received(1).bytes > 0
         pools = [pool for pool in p.ranks[0].core._pools.views._views.values()]  # type: ignore[union-attr]
         assert {pool.record.block_tokens for pool in pools} == {
@@ -103,10 +94,7 @@ def test_layers_of_several_stages(tmp_path: pathlib.Path, tp: int, decode: int, 
 
 def test_stages_on_both_sides_need_no_view(tmp_path: pathlib.Path) -> None:
     with engines(tmp_path, Cutting(pp=2, tp=2), Cutting(pp=2, tp=2)) as (p, d):
-        room = Room(p, d, 1, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 1, 22, SOURCE, TARGET).arrive()
         assert views(p) == views(d) == [0] * 4
 
 
@@ -192,10 +180,7 @@ def test_share_registers_views_in_advance(tmp_path: pathlib.Path) -> None:
         with pytest.raises(IncompatibleError, match="total_heads"):
             p.ranks[0].core.share(Cutting(heads=8).shapes[0])
         introduce(*p.ranks, *d.ranks)
-        room = Room(p, d, 1, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 1, 22, SOURCE, TARGET).arrive()
         assert views(p) == [2]
 
 
@@ -289,10 +274,7 @@ def test_other_weights_are_refused_by_name(tmp_path: pathlib.Path) -> None:
         d.check()
         d.ranks[0].core.describe(RECORD)  # they are the same after all; views are described too
         time.sleep(0.1)
-        room = Room(p, d, 2, 22, SOURCE, TARGET)
-        room.run()
-        room.wait()
-        d.check(room.arrived)
+        Room(p, d, 2, 22, SOURCE, TARGET).arrive()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "one source"])
@@ -415,9 +397,7 @@ def test_metadata_older_than_a_view_is_replaced(tmp_path: pathlib.Path) -> None:
         old = {rank.name: rank.core.export_metadata() for rank in p.ranks}
         for number in (1, 2):
             room = Room(p, d, number, 22, SOURCE, TARGET)
-            room.run()
-            room.wait()
-            d.check(room.arrived)
+            room.arrive()
             room.clear()
             for name, metadata in old.items():
                 d.ranks[0].core.add_remote_agent(metadata, name)
@@ -431,9 +411,7 @@ def test_views_by_a_coordinator(tmp_path: pathlib.Path) -> None:
     ):
         for number in (1, 2):
             room = Room(p, d, number, 22, SOURCE, TARGET)
-            room.run()
-            room.wait()
-            d.check(room.arrived)
+            room.arrive()
             room.clear()
 
 

@@ -23,6 +23,7 @@ from tests.support.sglang_core.cores import (
     idle,
     introduce,
     new_id,
+    open_room,
     options,
     pair,
     running,
@@ -30,7 +31,6 @@ from tests.support.sglang_core.cores import (
 )
 from tests.support.sglang_core.held_reads import held_reads
 
-Ranks = tuple[Rank, Rank]
 STATES = ("begun", "accepted", "queued", "chunk", "fenced", "all sent")
 
 
@@ -61,8 +61,7 @@ def bring_to(state: str, p: Rank, d: Rank, room: int = 5) -> threading.Event:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: str) -> None:
-    p, d = ranks
+def test_an_abort_by_prefill_ends_the_room_on_both_sides(p: Rank, d: Rank, state: str) -> None:
     fence = bring_to(state, p, d)
     p.sources.abort(5, "the client hung up")
     p.write(p.kv, (7, 8, 9), 2)  # the pages are another prompt's at once
@@ -89,8 +88,7 @@ def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: st
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_an_abort_by_decode_ends_the_room_on_both_sides(ranks: Ranks, state: str) -> None:
-    p, d = ranks
+def test_an_abort_by_decode_ends_the_room_on_both_sides(p: Rank, d: Rank, state: str) -> None:
     fence = bring_to(state, p, d)
     d.destinations.abort(5, "the client hung up")
     d.destinations.abort(5, "again")
@@ -114,8 +112,7 @@ def test_an_abort_by_decode_ends_the_room_on_both_sides(ranks: Ranks, state: str
     idle(p, d)
 
 
-def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(p: Rank, d: Rank) -> None:
     begin(p, d, 5, (1,), 0)
     d.destinations.abort(5, "the client hung up")
     d.wait("failed", 5)
@@ -124,10 +121,8 @@ def test_a_room_that_decode_gave_up_before_prefill_accepted_it_fails_at_once(ran
     assert p.wait("unsent", 5, 1.0)[2] in ("cancelled", "grant_released")
 
 
-def test_endings_after_the_end_change_nothing(ranks: Ranks) -> None:
-    p, d = ranks
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0)
+def test_endings_after_the_end_change_nothing(p: Rank, d: Rank) -> None:
+    open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
     p.wait("sent", 5)
@@ -146,11 +141,9 @@ def test_endings_after_the_end_change_nothing(ranks: Ranks) -> None:
     assert d.events == [("done", 5)]
 
 
-def test_a_room_is_drained_only_once_no_read_is_under_way(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_is_drained_only_once_no_read_is_under_way(p: Rank, d: Rank) -> None:
     with held_reads(d) as release:
-        p.sources.accept(5)
-        begin(p, d, 5, (1, 2), 0)
+        open_room(p, d, 5, (1, 2), 0)
         p.sources.send(5, 0, (7, 8), is_last=False)
         until(lambda: len(d.destinations._rooms[5].filling) == 1)
         assert not d.destinations.is_drained(5)
@@ -165,11 +158,9 @@ def test_a_room_is_drained_only_once_no_read_is_under_way(ranks: Ranks) -> None:
         assert d.destinations.is_drained(5)
 
 
-def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(p: Rank, d: Rank) -> None:
     with held_reads(d) as release:
-        p.sources.accept(5)
-        begin(p, d, 5, (1, 2), 0)
+        open_room(p, d, 5, (1, 2), 0)
         p.sources.send(5, 0, (7, 8), is_last=False)
         until(lambda: len(d.destinations._rooms[5].filling) == 1)
         d.destinations.clear(5)
@@ -180,8 +171,7 @@ def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(ranks: Ran
         until(lambda: d.destinations.is_drained(5))
     p.wait("unsent", 5)
     p.sources.clear(5)
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0)
+    open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
     assert d.events == [("done", 5)], "nothing is told of what was cleared"
@@ -196,8 +186,7 @@ def test_a_room_that_prefill_was_never_asked_for_is_unknown(tmp_path: pathlib.Pa
 
 def test_a_room_that_prefill_has_not_begun_is_waited_for(tmp_path: pathlib.Path) -> None:
     with pair(tmp_path, unknown_wait_s=0.3) as (p, d):
-        p.sources.accept(5)
-        begin(p, d, 5, (1,), 0)
+        open_room(p, d, 5, (1,), 0)
         for _ in range(20):
             p.sources.pulse(True)
             time.sleep(0.05)
@@ -209,23 +198,19 @@ def test_a_room_that_prefill_has_not_begun_is_waited_for(tmp_path: pathlib.Path)
 
 def test_a_prefill_engine_that_makes_no_step_is_given_up(tmp_path: pathlib.Path) -> None:
     with pair(tmp_path, engine_silent_s=0.5) as (p, d):
-        p.sources.accept(5)
-        begin(p, d, 5, (1,), 0)
+        open_room(p, d, 5, (1,), 0)
         p.sources.pulse(True)
         assert d.wait("failed", 5, 4.0)[2] == "peer_gone"
         assert p.wait("unsent", 5)[2] in ("peer_gone", "grant_released")
 
 
-def test_a_wait_ends_when_its_time_is_over(ranks: Ranks) -> None:
-    p, d = ranks
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0, timeout_s=0.4)
+def test_a_wait_ends_when_its_time_is_over(p: Rank, d: Rank) -> None:
+    open_room(p, d, 5, (1,), 0, timeout_s=0.4)
     assert d.wait("failed", 5, 3.0)[2] == "deadline"
     p.wait("unsent", 5, 1.0)
 
 
-def test_a_room_in_use_is_refused_by_name(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_in_use_is_refused_by_name(p: Rank, d: Rank) -> None:
     p.sources.accept(5)
     with pytest.raises(InvalidArgumentError, match="room 5 is in use"):
         p.sources.accept(5)
@@ -246,8 +231,7 @@ def test_another_reader_of_a_room_in_use_is_refused_by_name(tmp_path: pathlib.Pa
     with running(p, d, e):
         p.write(p.kv, (7, 8), 1)
         p.write(p.aux, (0,), 1)
-        p.sources.accept(5)
-        begin(p, d, 5, (1, 2), 0)
+        open_room(p, d, 5, (1, 2), 0)
         p.sources.send(5, 0, (7,), is_last=False)
         begin(p, e, 5, (1, 2), 0)
         _, _, code, text = e.wait("failed", 5, 1.0)
@@ -274,8 +258,7 @@ def test_engines_that_differ_are_refused_with_the_field_and_both_values(
     tmp_path: pathlib.Path, field: str, value: Any
 ) -> None:
     with pair(tmp_path, record=dataclasses.replace(RECORD, **{field: value})) as (p, d):
-        p.sources.accept(5)
-        begin(p, d, 5, (1,), 0)
+        open_room(p, d, 5, (1,), 0)
         _, _, code, text = d.wait("failed", 5, 3.0)
         assert code == "incompatible"
         assert f"{field} is {value!r} here and {getattr(RECORD, field)!r} there" in text
@@ -284,35 +267,28 @@ def test_engines_that_differ_are_refused_with_the_field_and_both_values(
         check(p, d)
 
 
-def test_weights_that_are_unknown_from_now_on_are_refused(ranks: Ranks) -> None:
-    p, d = ranks
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0)
+def test_weights_that_are_unknown_from_now_on_are_refused(p: Rank, d: Rank) -> None:
+    open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
     unknown = unknown_fingerprint("they were updated", b"n" * 16)
     d.core.describe(dataclasses.replace(RECORD, weights_fingerprint=unknown))
-    p.sources.accept(6)
-    begin(p, d, 6, (1,), 0)
+    open_room(p, d, 6, (1,), 0)
     _, _, code, text = d.wait("failed", 6, 3.0)
     assert code == "weights_unknown"
     assert "they were updated" in text
 
 
-def test_more_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
-    p, d = ranks
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0)
+def test_more_pages_than_are_wanted_fail_the_room(p: Rank, d: Rank) -> None:
+    open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, (7, 8), is_last=True, aux_row=0)
     _, _, code, text = p.wait("unsent", 5, 1.0)
     assert (code, text) == ("invalid_argument", "pages 0 to 2 are sent, and d wants 1")
     assert d.wait("failed", 5, 1.0)[2] == "invalid_argument"
 
 
-def test_fewer_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
-    p, d = ranks
-    p.sources.accept(5)
-    begin(p, d, 5, (1, 2), 0)
+def test_fewer_pages_than_are_wanted_fail_the_room(p: Rank, d: Rank) -> None:
+    open_room(p, d, 5, (1, 2), 0)
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     _, _, code, text = d.wait("failed", 5, 1.0)
     assert code == "protocol"
@@ -321,12 +297,10 @@ def test_fewer_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rows", [(99,), (-1,), ((1, 2),), (1.5,)])
-def test_rows_that_there_are_none_of_are_refused(ranks: Ranks, rows: Any) -> None:
-    p, d = ranks
+def test_rows_that_there_are_none_of_are_refused(p: Rank, d: Rank, rows: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         d.destinations.begin(5, new_id(), [("p", 0)], rows, 0)
-    p.sources.accept(5)
-    begin(p, d, 5, (1,), 0)
+    open_room(p, d, 5, (1,), 0)
     p.sources.send(5, 0, rows, is_last=True, aux_row=0)
     assert p.wait("unsent", 5, 1.0)[2] == "invalid_argument"
 
@@ -335,8 +309,7 @@ def test_an_engine_that_stops_tells_its_peers(tmp_path: pathlib.Path) -> None:
     chosen = options(tmp_path)
     p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen)
     with running(p, d):
-        p.sources.accept(5)
-        begin(p, d, 5, (1,), 0)
+        open_room(p, d, 5, (1,), 0)
         d.destinations.begin(6, new_id(), [("p", 0)], (2,), 1)
         until(lambda: d.core.statistics().agent.pulls.queued == 1)
         p.core.stop()
@@ -354,8 +327,7 @@ def test_an_engine_that_stops_tells_its_peers(tmp_path: pathlib.Path) -> None:
             d.destinations.begin(8, new_id(), [("p", 0)], (2,), 1)
 
 
-def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(ranks: Ranks) -> None:
-    p, d = ranks
+def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(p: Rank, d: Rank) -> None:
     begin(p, d, 5, (1,), 0)
     until(lambda: p.core.statistics().agent.grants.pulls_waiting == 1)
     p.core.stop()
@@ -371,8 +343,7 @@ def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path
             p, d = ranks["p"], ranks["d"]
             p.write(p.kv, (7, 8), round_)
             p.write(p.aux, (0,), round_)
-            p.sources.accept(round_)
-            begin(p, d, round_, (1, 2), 0)
+            open_room(p, d, round_, (1, 2), 0)
             p.sources.send(round_, 0, (7, 8), is_last=True, aux_row=0)
             d.wait("done", round_)
             p.wait("sent", round_)
@@ -384,8 +355,7 @@ def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path
         ranks[side].core.stop()
 
 
-def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(p: Rank, d: Rank) -> None:
     transfer_id = new_id()
     p.sources.accept(5)
     d.destinations.begin(5, transfer_id, [("p", 0)], (1,), 0)

@@ -33,8 +33,7 @@ def named(seen: list[Span], name: str, count: int) -> list[Span]:
     return [span for span in seen if span.name == name]
 
 
-def test_a_prompt_that_came_has_spans_on_both_sides(ranks: tuple[Rank, Rank], seen: list[Span]) -> None:
-    p, d = ranks
+def test_a_prompt_that_came_has_spans_on_both_sides(p: Rank, d: Rank, seen: list[Span]) -> None:
     transfer_id = begin(p, d, 5, (1, 2, 3))
     p.sources.send(5, 0, (7, 8), is_last=False)
     p.sources.send(5, 2, (9,), is_last=True, aux_row=0)
@@ -58,8 +57,7 @@ def test_a_prompt_that_came_has_spans_on_both_sides(ranks: tuple[Rank, Rank], se
     assert all(span.duration_ns > 0 for span in seen)
 
 
-def test_a_prompt_that_did_not_come_says_why(ranks: tuple[Rank, Rank], seen: list[Span]) -> None:
-    p, d = ranks
+def test_a_prompt_that_did_not_come_says_why(p: Rank, d: Rank, seen: list[Span]) -> None:
     begin(p, d, 5, (1, 2))
     until(lambda: d.core.statistics().agent.pulls.queued == 1)
     p.sources.abort(5, "the client left")

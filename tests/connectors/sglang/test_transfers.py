@@ -20,13 +20,12 @@ from tests.support.sglang_core.cores import (
     committed,
     idle,
     new_id,
+    open_room,
     options,
     pair,
     running,
     until,
 )
-
-Ranks = tuple[Rank, Rank]
 
 
 @pytest.mark.parametrize("lane", [Lane.CMA, Lane.UNIX, Lane.STREAM])
@@ -36,8 +35,7 @@ def test_one_chunk_arrives_with_its_states_and_auxiliary_row(tmp_path: pathlib.P
         p.write(p.aux, (2,), 2)
         p.write(p.states[0], (3,), 3)
         p.write(p.states[1], (1, 0), 4)
-        p.sources.accept(7)
-        begin(p, d, 7, (1, 30, 2), 4, states=[(6,), (2, 3)])
+        open_room(p, d, 7, (1, 30, 2), 4, states=[(6,), (2, 3)])
         p.sources.send(7, 0, (5, 6, 9), is_last=True, aux_row=2, states=[(3,), (1, 0)])
         d.wait("done", 7)
         check(p, d, Copy(((5, 6, 9), (1, 30, 2)), ((2,), (4,)), [((3,), (6,)), ((1, 0), (2, 3))]))
@@ -54,11 +52,9 @@ def test_one_chunk_arrives_with_its_states_and_auxiliary_row(tmp_path: pathlib.P
         idle(p, d)
 
 
-def test_chunks_are_read_while_later_ones_are_computed(ranks: Ranks) -> None:
-    p, d = ranks
+def test_chunks_are_read_while_later_ones_are_computed(p: Rank, d: Rank) -> None:
     source, target = list(range(10, 22)), list(range(24, 12, -1))
-    p.sources.accept(1)
-    begin(p, d, 1, target, 0)
+    open_room(p, d, 1, target, 0)
     for at in range(0, 12, 4):
         p.write(p.kv, source[at : at + 4], at)
         p.sources.send(1, at, source[at : at + 4], is_last=False)
@@ -72,8 +68,7 @@ def test_chunks_are_read_while_later_ones_are_computed(ranks: Ranks) -> None:
     p.wait("sent", 1)
 
 
-def test_many_rooms_at_once(ranks: Ranks) -> None:
-    p, d = ranks
+def test_many_rooms_at_once(p: Rank, d: Rank) -> None:
     copies = []
     for room in range(8):
         source, target = list(range(room * 4, room * 4 + 4)), list(range(36 - room * 4, 40 - room * 4))
@@ -81,8 +76,7 @@ def test_many_rooms_at_once(ranks: Ranks) -> None:
         p.write(p.aux, (room,), 100 + room)
         copies.append(Copy((source, target), ((room,), (7 - room,))))
         if room % 2:
-            p.sources.accept(room)
-            begin(p, d, room, target, 7 - room)
+            open_room(p, d, room, target, 7 - room)
         else:
             begin(p, d, room, target, 7 - room)
             p.sources.accept(room)
@@ -96,35 +90,29 @@ def test_many_rooms_at_once(ranks: Ranks) -> None:
     idle(p, d)
 
 
-def test_an_empty_last_chunk_brings_the_auxiliary_row_alone(ranks: Ranks) -> None:
+def test_an_empty_last_chunk_brings_the_auxiliary_row_alone(p: Rank, d: Rank) -> None:
     """All pages were on decode before."""
-    p, d = ranks
     p.write(p.aux, (1,), 5)
-    p.sources.accept(3)
-    begin(p, d, 3, (), 6)
+    open_room(p, d, 3, (), 6)
     p.sources.send(3, 0, (), is_last=True, aux_row=1)
     d.wait("done", 3)
     p.wait("sent", 3)
     check(p, d, Copy(aux=((1,), (6,))))
 
 
-def test_only_the_suffix_is_sent_that_decode_wants(ranks: Ranks) -> None:
-    p, d = ranks
+def test_only_the_suffix_is_sent_that_decode_wants(p: Rank, d: Rank) -> None:
     p.write(p.kv, (4, 5, 6), 1)
     p.write(p.aux, (0,), 2)
-    p.sources.accept(3)
-    begin(p, d, 3, (11, 12, 13), 0)
+    open_room(p, d, 3, (11, 12, 13), 0)
     p.sources.send(3, 0, (4,), is_last=False)
     p.sources.send(3, 1, (5, 6), is_last=True, aux_row=0)
     d.wait("done", 3)
     check(p, d, Copy(((4, 5, 6), (11, 12, 13)), ((0,), (0,))))
 
 
-def test_it_is_done_only_after_the_auxiliary_row(ranks: Ranks) -> None:
-    p, d = ranks
+def test_it_is_done_only_after_the_auxiliary_row(p: Rank, d: Rank) -> None:
     p.write(p.kv, (4, 5), 1)
-    p.sources.accept(3)
-    begin(p, d, 3, (1, 2), 0)
+    open_room(p, d, 3, (1, 2), 0)
     p.sources.send(3, 0, (4, 5), is_last=False)
     until(lambda: committed(d) == 1)
     time.sleep(0.2)
@@ -138,11 +126,9 @@ def test_it_is_done_only_after_the_auxiliary_row(ranks: Ranks) -> None:
     assert d.destinations.is_drained(3)
 
 
-def test_pages_behind_a_fence_are_read_once_it_is_passed(ranks: Ranks) -> None:
-    p, d = ranks
+def test_pages_behind_a_fence_are_read_once_it_is_passed(p: Rank, d: Rank) -> None:
     written = threading.Event()
-    p.sources.accept(3)
-    begin(p, d, 3, (1, 2), 0)
+    open_room(p, d, 3, (1, 2), 0)
     started_s = time.monotonic()
     p.sources.send(3, 0, (4, 5), is_last=True, aux_row=0, fence=lambda: written.wait(10))
     assert time.monotonic() - started_s < 1, "send waits for nothing"
@@ -155,14 +141,12 @@ def test_pages_behind_a_fence_are_read_once_it_is_passed(ranks: Ranks) -> None:
     check(p, d, Copy(((4, 5), (1, 2)), ((0,), (0,))))
 
 
-def test_a_fence_that_fails_fails_the_room(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_fence_that_fails_fails_the_room(p: Rank, d: Rank) -> None:
 
     def fence() -> None:
         raise RuntimeError("the GPU is on fire")
 
-    p.sources.accept(3)
-    begin(p, d, 3, (1, 2), 0)
+    open_room(p, d, 3, (1, 2), 0)
     p.sources.send(3, 0, (4, 5), is_last=True, aux_row=0, fence=fence)
     assert "on fire" in p.wait("unsent", 3)[3]
     assert d.wait("failed", 3)[2] in ("internal", "grant_revoked")
@@ -176,8 +160,7 @@ def test_two_decode_ranks_read_one_room(tmp_path: pathlib.Path) -> None:
     with running(p, one, other):
         p.write(p.kv, (4, 5), 1)
         p.write(p.aux, (0,), 2)
-        p.sources.accept(3)
-        begin(p, one, 3, (1, 2), 0)
+        open_room(p, one, 3, (1, 2), 0)
         begin(p, other, 3, (8, 7), 5)
         p.sources.send(3, 0, (4, 5), is_last=True, aux_row=0)
         for d in (one, other):
@@ -187,13 +170,11 @@ def test_two_decode_ranks_read_one_room(tmp_path: pathlib.Path) -> None:
         check(p, other, Copy(((4, 5), (8, 7)), ((0,), (5,))))
 
 
-def test_a_room_is_used_again_after_it_was_cleared(ranks: Ranks) -> None:
-    p, d = ranks
+def test_a_room_is_used_again_after_it_was_cleared(p: Rank, d: Rank) -> None:
     for round_ in range(3):
         p.write(p.kv, (4, 5), round_)
         p.write(p.aux, (0,), 10 + round_)
-        p.sources.accept(3)
-        begin(p, d, 3, (1, 2), 0)
+        open_room(p, d, 3, (1, 2), 0)
         p.sources.send(3, 0, (4, 5), is_last=True, aux_row=0)
         d.wait("done", 3)
         p.wait("sent", 3)
@@ -204,9 +185,8 @@ def test_a_room_is_used_again_after_it_was_cleared(ranks: Ranks) -> None:
         d.events.clear()
 
 
-def test_a_room_without_readers_is_done_when_all_is_sent(ranks: Ranks) -> None:
+def test_a_room_without_readers_is_done_when_all_is_sent(p: Rank) -> None:
     """All its peers are dummies."""
-    p, _ = ranks
     p.sources.accept(3)
     p.sources.send(3, 0, (4,), is_last=True, aux_row=0)
     p.wait("sent", 3)

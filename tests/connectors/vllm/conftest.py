@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from kvxfer.connectors.common import file_digests
-from tests.support.vllm_connector.pair import ranks
+from tests.support.vllm_connector.pair import Rank, ranks
 
 __all__ = ["ranks"]
 
@@ -27,3 +27,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     file_digests.shared_cache.cache_clear()
     return home / "kvxfer" / "digests"
+
+
+@pytest.fixture
+def p(ranks: tuple[Rank, Rank]) -> Rank:
+    """The source of :func:`ranks`."""
+    return ranks[0]
+
+
+@pytest.fixture
+def d(ranks: tuple[Rank, Rank]) -> Rank:
+    """The reader of :func:`ranks`."""
+    return ranks[1]

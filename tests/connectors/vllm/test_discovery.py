@@ -76,7 +76,6 @@ async def test_load_with_wrong_metadata_fails_at_once(kind: str) -> None:
         assert d.agent.members() == ()
 
 
-async def test_engines_with_a_coordinator_ignore_agent_metadata(ranks: tuple[Rank, Rank]) -> None:
-    p, d = ranks
+async def test_engines_with_a_coordinator_ignore_agent_metadata(p: Rank, d: Rank) -> None:
     p.forward(finish_order((4, 5, 6)), [4, 5, 6])
     assert (await d.load(discovered(load_order(0, (0, 1, 2), has_direct=True), p, "no metadata"))).error is None

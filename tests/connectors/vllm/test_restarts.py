@@ -24,8 +24,7 @@ async def another_incarnation(of: Rank, known_to: Rank) -> AsyncIterator[Agent]:
 
 
 @pytest.mark.parametrize("has_direct", [False, True])
-async def test_a_source_that_was_restarted_has_not_what_it_said(ranks: tuple[Rank, Rank], has_direct: bool) -> None:
-    p, d = ranks
+async def test_a_source_that_was_restarted_has_not_what_it_said(p: Rank, d: Rank, has_direct: bool) -> None:
     order = dataclasses.replace(
         load_order(0, (0, 1, 2), has_direct=has_direct), incarnations=(p.agent.ref.incarnation,)
     )
@@ -40,8 +39,7 @@ async def test_a_source_that_was_restarted_has_not_what_it_said(ranks: tuple[Ran
 
 
 @pytest.mark.parametrize("has_direct", [False, True])
-async def test_a_source_that_is_restarted_while_it_is_waited_for(ranks: tuple[Rank, Rank], has_direct: bool) -> None:
-    p, d = ranks
+async def test_a_source_that_is_restarted_while_it_is_waited_for(p: Rank, d: Rank, has_direct: bool) -> None:
     waiting = d.load(load_order(0, (0, 1, 2), has_direct=has_direct))
     await until(lambda: bool(d.agent.statistics().transfers_live or p.source._early))
     async with another_incarnation(p, d):

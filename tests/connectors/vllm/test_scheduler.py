@@ -14,16 +14,7 @@ from kvxfer.connectors.common.ids import blocks_for, content_of
 from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.steps import Report, Standing, StepOrders
 from kvxfer.types import Incarnation, TransferId
-from tests.support.vllm_connector.scheduler import (
-    BLOCK,
-    ID,
-    PREFILL,
-    Request,
-    Status,
-    concurrent,
-    new_half,
-    step,
-)
+from tests.support.vllm_connector.scheduler import BLOCK, ID, PREFILL, Request, Status, concurrent, new_half, step
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 

@@ -22,8 +22,12 @@ def waiting(half: SchedulerHalf, request_id: str = "r", tokens: int = 49, **para
     return request
 
 
-def test_a_concurrent_decode_gets_no_blocks_before_the_grant() -> None:
-    half = new_half()
+@pytest.fixture
+def half() -> SchedulerHalf:
+    return new_half()
+
+
+def test_a_concurrent_decode_gets_no_blocks_before_the_grant(half: SchedulerHalf) -> None:
     request = waiting(half)
     orders = step(half)
     assert orders.waits == (WaitOrder("r", ID, "p", OPTIONS.grant_wait_s),)
@@ -49,22 +53,19 @@ def test_a_leg_whose_source_has_computed_it_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 7, 0.5])
-def test_a_leg_says_how_long_it_waits(timeout_s: float | None) -> None:
-    half = new_half()
+def test_a_leg_says_how_long_it_waits(half: SchedulerHalf, timeout_s: float | None) -> None:
     waiting(half, timeout_s=timeout_s)
     assert [wait.timeout_s for wait in step(half).waits] == [timeout_s or OPTIONS.grant_wait_s]
 
 
-def test_a_leg_with_a_senseless_timeout_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
-    half = new_half()
+def test_a_leg_with_a_senseless_timeout_is_computed_here(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
     request = waiting(half, timeout_s="soon")
     assert half.matched(request, 0) == 0
     assert step(half).waits == ()
     assert "timeout_s" in caplog.text
 
 
-def test_a_wait_that_ends_with_an_error_is_computed_here_and_says_why() -> None:
-    half = new_half()
+def test_a_wait_that_ends_with_an_error_is_computed_here_and_says_why(half: SchedulerHalf) -> None:
     request = waiting(half)
     step(half)
     half.stands([GONE])
@@ -101,8 +102,7 @@ def test_where_vllm_fails_requests_one_of_unknown_weights_is_computed_all_the_sa
     assert [report.code for report in half.take_ended()] == ["weights_unknown"]
 
 
-def test_prompt_in_the_prefix_cache_is_not_awaited() -> None:
-    half = new_half()
+def test_prompt_in_the_prefix_cache_is_not_awaited(half: SchedulerHalf) -> None:
     request = waiting(half)
     assert half.matched(request, 32) is None
     assert half.matched(request, 48) == 0
@@ -111,8 +111,7 @@ def test_prompt_in_the_prefix_cache_is_not_awaited() -> None:
     assert (orders.waits, [remote.request_id for remote in orders.releases]) == ((), ["r"])
 
 
-def test_a_request_that_is_aborted_and_back_in_one_step_is_kept_once() -> None:
-    half = new_half()
+def test_a_request_that_is_aborted_and_back_in_one_step_is_kept_once(half: SchedulerHalf) -> None:
     first = waiting(half)
     first.status = Status.FINISHED_ABORTED
     half.finished(first, [])
@@ -125,8 +124,7 @@ def test_a_request_that_is_aborted_and_back_in_one_step_is_kept_once() -> None:
     assert [[one.request_id for one in some] for some in (orders.releases, orders.keeps, orders.waits)] == [["r"]] * 3
 
 
-def test_a_request_that_is_aborted_while_it_waits_is_let_go() -> None:
-    half = new_half()
+def test_a_request_that_is_aborted_while_it_waits_is_let_go(half: SchedulerHalf) -> None:
     request = waiting(half)
     step(half)
     request.status = Status.FINISHED_ABORTED
@@ -136,8 +134,7 @@ def test_a_request_that_is_aborted_while_it_waits_is_let_go() -> None:
     assert step(half) == StepOrders()
 
 
-def test_of_several_answers_to_one_prompt_the_others_wait_for_the_first() -> None:
-    half = new_half()
+def test_of_several_answers_to_one_prompt_the_others_wait_for_the_first(half: SchedulerHalf) -> None:
     first, second = waiting(half, "0_r"), waiting(half, "1_r")
     assert [wait.request_id for wait in step(half).waits] == ["0_r"]
     assert (half.matched(first, 0), half.matched(second, 0)) == (None, None)
@@ -149,15 +146,13 @@ def test_of_several_answers_to_one_prompt_the_others_wait_for_the_first() -> Non
     assert half.matched(second, 48) == 0
 
 
-def test_a_prompt_of_one_token_waits_for_nothing() -> None:
-    half = new_half()
+def test_a_prompt_of_one_token_waits_for_nothing(half: SchedulerHalf) -> None:
     request = waiting(half, tokens=1)
     assert half.matched(request, 0) == 0
     assert step(half).waits == ()
 
 
-def test_a_prompt_is_accepted_when_it_comes_and_withdrawn_when_it_ends_before() -> None:
-    half = new_half()
+def test_a_prompt_is_accepted_when_it_comes_and_withdrawn_when_it_ends_before(half: SchedulerHalf) -> None:
     ends = {"transfer_id": str(ID)}
     request = Request("r", list(range(60)), {**PREFILL, **ends})
     half.on_new_request(request)
@@ -182,8 +177,7 @@ def test_a_prompt_that_will_not_be_kept_is_declined_when_it_comes() -> None:
     assert (orders.accepts, orders.closes) == ((), (Close("r", ID, "not read yet", False, "weights_unknown"),))
 
 
-def test_gauges_say_how_it_stands_with_what_waits() -> None:
-    half = new_half()
+def test_gauges_say_how_it_stands_with_what_waits(half: SchedulerHalf) -> None:
     request = waiting(half)
     assert half.take_gauges() == Gauges(1, 0, 0, 0)
     assert half.take_gauges() is None
@@ -203,8 +197,9 @@ def test_gauges_say_how_it_stands_with_what_waits() -> None:
     assert half.take_gauges() is None
 
 
-def test_while_a_computed_prompt_has_no_blocks_and_nothing_runs_none_is_computed_to_be_kept() -> None:
-    half = new_half()
+def test_while_a_computed_prompt_has_no_blocks_and_nothing_runs_none_is_computed_to_be_kept(
+    half: SchedulerHalf,
+) -> None:
     kept = Request("k", list(range(33)), PREFILL, Status.FINISHED_LENGTH_CAPPED)
     half.finished(kept, [1, 2, 3])
     request = waiting(half)

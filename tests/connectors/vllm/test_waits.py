@@ -42,7 +42,7 @@ ACCEPT = StepOrders(accepts=(Accept("r", new_id()),))
 
 
 @pytest_asyncio.fixture
-async def pair() -> AsyncIterator[tuple[Rank, Rank]]:
+async def ranks() -> AsyncIterator[tuple[Rank, Rank]]:
     async with two_ranks(QUICK) as made:
         yield made
 
@@ -67,8 +67,7 @@ async def over(rank: Rank, request_id: str = "l", within_s: float = 5.0) -> Stan
     return end
 
 
-async def test_a_wait_is_queued_and_ends_with_the_step_that_begins_the_prompt(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_wait_is_queued_and_ends_with_the_step_that_begins_the_prompt(p: Rank, d: Rank) -> None:
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
     await until(lambda: [standing.is_known for standing in d.stood] == [True])
@@ -86,8 +85,7 @@ async def test_a_wait_is_queued_and_ends_with_the_step_that_begins_the_prompt(pa
 
 
 @pytest.mark.parametrize("reader", ["d", None])
-async def test_a_finished_prompt_needs_no_wait(pair: tuple[Rank, Rank], reader: str | None) -> None:
-    p, d = pair
+async def test_a_finished_prompt_needs_no_wait(p: Rank, d: Rank, reader: str | None) -> None:
     p.forward(StepOrders(True), [1, 2])
     idle_step(p, finish_order((1, 2), reader))
     d.waits.start(wait_order())
@@ -98,8 +96,7 @@ async def test_a_finished_prompt_needs_no_wait(pair: tuple[Rank, Rank], reader: 
     await until(lambda: p.source.take_read() == ("r",))
 
 
-async def test_a_leg_that_never_arrived_costs_little(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_leg_that_never_arrived_costs_little(p: Rank, d: Rank) -> None:
     d.waits.start(wait_order())
     end = await over(d)
     assert end.code == "grant_unknown"
@@ -108,8 +105,7 @@ async def test_a_leg_that_never_arrived_costs_little(pair: tuple[Rank, Rank]) ->
     assert p.freed == []
 
 
-async def test_a_busy_engine_takes_in_its_queue_twice_before_a_prompt_is_unknown(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_busy_engine_takes_in_its_queue_twice_before_a_prompt_is_unknown(p: Rank, d: Rank) -> None:
     p.source.begin_step(StepOrders(True))
     d.waits.start(wait_order())
     await asyncio.sleep(QUICK.unknown_wait_s + 0.2)  # one long forward
@@ -122,9 +118,8 @@ async def test_a_busy_engine_takes_in_its_queue_twice_before_a_prompt_is_unknown
 
 
 async def test_a_source_without_room_for_the_question_says_so_at_once(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+    p: Rank, d: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = pair
     monkeypatch.setattr(accepted, "AWAITED_MAX", 1)
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
@@ -138,8 +133,7 @@ async def test_a_source_without_room_for_the_question_says_so_at_once(
 
 
 @pytest.mark.parametrize("code", ["grant_revoked", "weights_unknown"])
-async def test_a_prompt_that_is_withdrawn_is_refused_at_once(pair: tuple[Rank, Rank], code: str) -> None:
-    p, d = pair
+async def test_a_prompt_that_is_withdrawn_is_refused_at_once(p: Rank, d: Rank, code: str) -> None:
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
     await until(lambda: bool(d.stood))
@@ -151,8 +145,7 @@ async def test_a_prompt_that_is_withdrawn_is_refused_at_once(pair: tuple[Rank, R
     assert (await over(d, "late")).code == code
 
 
-async def test_a_prompt_that_was_taken_back_and_will_resume_is_waited_for(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_prompt_that_was_taken_back_and_will_resume_is_waited_for(p: Rank, d: Rank) -> None:
     p.source.begin_step(open_order(2))
     p.source.begin_step(StepOrders(closes=(close_order(will_resume=True),)))
     p.source.step_over()
@@ -162,16 +155,14 @@ async def test_a_prompt_that_was_taken_back_and_will_resume_is_waited_for(pair: 
     assert (await over(d)).code == ""
 
 
-async def test_a_prompt_of_another_reader_is_refused(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_prompt_of_another_reader_is_refused(p: Rank, d: Rank) -> None:
     p.source.begin_step(open_order(2, reader="other"))
     d.waits.start(wait_order())
     assert (await over(d)).code == "refused"
 
 
-async def test_a_hung_engine_is_given_up(pair: tuple[Rank, Rank]) -> None:
+async def test_a_hung_engine_is_given_up(p: Rank, d: Rank) -> None:
     """Its agent is alive, and would say for ever that the prompt is queued."""
-    p, d = pair
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
     end = await over(d)
@@ -180,8 +171,7 @@ async def test_a_hung_engine_is_given_up(pair: tuple[Rank, Rank]) -> None:
     assert QUICK.engine_silent_s <= end.seconds < QUICK.engine_silent_s + 0.8
 
 
-async def test_an_engine_that_steps_is_waited_for(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_an_engine_that_steps_is_waited_for(p: Rank, d: Rank) -> None:
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
     for _ in range(16):
@@ -192,8 +182,7 @@ async def test_an_engine_that_steps_is_waited_for(pair: tuple[Rank, Rank]) -> No
     assert (await over(d)).seconds > 1.5
 
 
-async def test_the_legs_own_time_ends_it(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_the_legs_own_time_ends_it(p: Rank, d: Rank) -> None:
     idle_step(p, ACCEPT)
     d.waits.start(wait_order(timeout_s=0.25))
     end = await over(d)
@@ -202,8 +191,7 @@ async def test_the_legs_own_time_ends_it(pair: tuple[Rank, Rank]) -> None:
     assert 0.25 <= end.seconds < 0.4
 
 
-async def test_wait_for_an_unknown_source_ends_as_peer_gone(pair: tuple[Rank, Rank]) -> None:
-    _, d = pair
+async def test_wait_for_an_unknown_source_ends_as_peer_gone(d: Rank) -> None:
     d.waits.start(dataclasses.replace(wait_order(), source="ghost"))
     assert (await over(d)).code == "peer_gone"
 
@@ -268,8 +256,7 @@ async def test_a_source_that_is_gone_ends_its_waits_only() -> None:
     await waits.close()
 
 
-async def test_a_request_that_is_let_go_is_forgotten_by_its_source(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_request_that_is_let_go_is_forgotten_by_its_source(p: Rank, d: Rank) -> None:
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())
     await until(lambda: bool(d.stood))
@@ -281,8 +268,7 @@ async def test_a_request_that_is_let_go_is_forgotten_by_its_source(pair: tuple[R
     assert not [standing for standing in d.stood if standing.is_over]
 
 
-async def test_a_prompt_that_is_taken_back_for_room_is_refused_by_that_name(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+async def test_a_prompt_that_is_taken_back_for_room_is_refused_by_that_name(p: Rank, d: Rank) -> None:
     p.forward(StepOrders(True), [1, 2])
     idle_step(p, finish_order((1, 2), "d"))
     idle_step(p, StepOrders(revokes=(Revoke("r", "no_room: blocks"),)))
@@ -298,8 +284,7 @@ async def test_a_prompt_that_is_taken_back_for_room_is_refused_by_that_name(pair
     assert (end.code, "no_room" in end.text) == ("grant_revoked", True)
 
 
-async def test_a_release_of_a_waiting_prompt_is_remembered_until_it_begins(pair: tuple[Rank, Rank]) -> None:
-    p, _ = pair
+async def test_a_release_of_a_waiting_prompt_is_remembered_until_it_begins(p: Rank) -> None:
     idle_step(p, ACCEPT)
     p.source.on_message("d", Release(new_id(), 0, 1))
     idle_step(p, finish_order((1, 2), "d"))

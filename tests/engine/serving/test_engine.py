@@ -46,8 +46,7 @@ async def test_a_repeated_prompt_comes_from_the_prefix_cache(tiny_model):
 
 
 @pytest.mark.parametrize("chunk_tokens", [32, 4096])
-async def test_prefill_and_decode_equal_local(tiny_model, chunk_tokens):
-    world = World()
+async def test_prefill_and_decode_equal_local(world, tiny_model, chunk_tokens):
     limits = {"chunk_tokens": chunk_tokens, "max_batch_tokens": 4096}
     async with (
         running(tiny_model, world, "p", digests=True, **limits) as p,
@@ -113,8 +112,7 @@ async def test_nothing_is_announced_before_a_late_device_has_written_it(tiny_mod
     assert not world.breaches
 
 
-async def test_one_corrupted_block_shows_in_the_digests_and_in_the_answer(tiny_model):
-    world = World()
+async def test_one_corrupted_block_shows_in_the_digests_and_in_the_answer(world, tiny_model):
     async with running(tiny_model, world, "p", digests=True) as p, running(tiny_model, world, "d", digests=True) as d:
         prompt = make_prompt(100)
         prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
@@ -130,8 +128,7 @@ async def test_one_corrupted_block_shows_in_the_digests_and_in_the_answer(tiny_m
     assert world.breaches, "the fake notices the change of a granted block"
 
 
-async def test_the_second_turn_pulls_only_the_tail(tiny_model):
-    world = World()
+async def test_the_second_turn_pulls_only_the_tail(world, tiny_model):
     async with running(tiny_model, world, "p", digests=True) as p, running(tiny_model, world, "d", digests=True) as d:
         prompt = make_prompt(70)
         prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
@@ -150,8 +147,7 @@ async def test_the_second_turn_pulls_only_the_tail(tiny_model):
     assert not world.breaches
 
 
-async def test_a_wholly_cached_prompt_still_pulls_a_block_and_releases_the_grant(tiny_model):
-    world = World()
+async def test_a_wholly_cached_prompt_still_pulls_a_block_and_releases_the_grant(world, tiny_model):
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
         prompt = make_prompt(65)
         for _ in range(2):
@@ -166,8 +162,7 @@ async def test_a_wholly_cached_prompt_still_pulls_a_block_and_releases_the_grant
     assert world.granted == 0
 
 
-async def test_eight_at_once(tiny_model):
-    world = World()
+async def test_eight_at_once(world, tiny_model):
     async with running(tiny_model, world, "p", chunk_tokens=32) as p, running(tiny_model, world, "d") as d:
         prompts = [make_prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 33, 90, 120, 200))]
         pairs = [legs(prompt, greedy(COUNT)) for prompt in prompts]
@@ -180,8 +175,7 @@ async def test_eight_at_once(tiny_model):
     assert not world.breaches
 
 
-async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_model):
-    world = World()
+async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(world, tiny_model):
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
         prompt = make_prompt(100)
         prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
@@ -199,16 +193,14 @@ async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_mo
     assert not world.breaches
 
 
-async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(tiny_model):
-    world = World()
+async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(world, tiny_model):
     async with running(tiny_model, world, "d", on_transfer_failure=FailurePolicy.FAIL) as d:
         request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, OtherLeg(new_id(), "absent"))
         with pytest.raises(PeerGoneError):
             await answer(d.engine, request)
 
 
-async def test_a_grant_that_expired_before_the_pull_is_recomputed(tiny_model):
-    world = World()
+async def test_a_grant_that_expired_before_the_pull_is_recomputed(world, tiny_model):
     async with running(tiny_model, world, "p", chunk_tokens=16) as p, running(tiny_model, world, "d") as d:
         prompt = make_prompt(150)
         prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
@@ -222,8 +214,7 @@ async def test_a_grant_that_expired_before_the_pull_is_recomputed(tiny_model):
         assert outcome.report.failure == "grant_expired"
 
 
-async def test_a_grant_that_expires_while_its_prompt_is_computed_ends_the_leg(tiny_model):
-    world = World()
+async def test_a_grant_that_expires_while_its_prompt_is_computed_ends_the_leg(world, tiny_model):
     async with running(tiny_model, world, "p", chunk_tokens=16) as p:
         prefill_leg, _ = legs(make_prompt(300), greedy(4))
         world.expire_at_grant.add(prefill_leg.remote.transfer_id)
@@ -232,8 +223,7 @@ async def test_a_grant_that_expires_while_its_prompt_is_computed_ends_the_leg(ti
         assert caught.value.code in ("grant_expired", "grant_revoked")
 
 
-async def test_blocks_stay_until_the_grant_ends(tiny_model):
-    world = World()
+async def test_blocks_stay_until_the_grant_ends(world, tiny_model):
     async with running(tiny_model, world, "p") as p:
         prefill_leg, _ = legs(make_prompt(100), greedy(4))
         await prefill(p.engine, prefill_leg)
@@ -253,8 +243,7 @@ async def test_the_pool_grows_over_and_the_youngest_recomputes(tiny_model):
         assert worker.executor.scheduler.statistics().preemptions > 0
 
 
-async def test_preempting_a_prefill_leg_revokes_its_grant_first(tiny_model):
-    world = World()
+async def test_preempting_a_prefill_leg_revokes_its_grant_first(world, tiny_model):
     async with running(tiny_model, world, "p", blocks=16, chunk_tokens=16, max_batch_tokens=17, max_running=8) as p:
         is_ahead = asyncio.Event()
 
@@ -288,8 +277,7 @@ async def test_a_full_queue_is_overloaded(tiny_model):
         assert any(isinstance(outcome, tuple) for outcome in outcomes)
 
 
-async def test_the_reader_of_a_leg_that_never_began_does_not_wait(tiny_model):
-    world = World()
+async def test_the_reader_of_a_leg_that_never_began_does_not_wait(world, tiny_model):
     async with running(tiny_model, world, "p", blocks=16, max_waiting=1) as p, running(tiny_model, world, "d") as d:
         prompts = [make_prompt(200, seed) for seed in range(6)]
         pairs = [legs(prompt, greedy(4)) for prompt in prompts]
@@ -306,8 +294,7 @@ async def test_the_reader_of_a_leg_that_never_began_does_not_wait(tiny_model):
     assert not world.breaches
 
 
-async def test_aborts_at_any_moment_give_every_block_back(tiny_model):
-    world = World()
+async def test_aborts_at_any_moment_give_every_block_back(world, tiny_model):
     rng = random.Random(7)
     async with (
         running(tiny_model, world, "p", chunk_tokens=16) as p,
@@ -352,8 +339,7 @@ async def test_stop_lets_the_running_finish_and_refuses_the_new(tiny_model):
         await stop
 
 
-async def test_stop_aborts_what_outlives_the_grace(tiny_model):
-    world = World()
+async def test_stop_aborts_what_outlives_the_grace(world, tiny_model):
     async with running(tiny_model, world, "d") as d:
         _, decode_leg = legs(make_prompt(50), greedy(4))
         world.agents["p"] = world.agents["d"]
@@ -387,8 +373,7 @@ async def test_without_an_agent_remote_legs_are_refused(tiny_model):
             await prefill(worker.engine, legs(make_prompt(20), greedy(4))[0])
 
 
-async def test_a_pulled_sequence_waits_its_turn_with_its_blocks(tiny_model):
-    world = World()
+async def test_a_pulled_sequence_waits_its_turn_with_its_blocks(world, tiny_model):
     limits = {"max_running": 2, "max_batch_tokens": 64, "chunk_tokens": 64}
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", **limits) as d:
         prompts = [make_prompt(40, seed) for seed in range(6)]
@@ -403,8 +388,7 @@ async def test_a_pulled_sequence_waits_its_turn_with_its_blocks(tiny_model):
     assert not world.breaches
 
 
-async def test_failed_forward_pass_ends_only_its_own_requests(tiny_model, monkeypatch):
-    world = World()
+async def test_failed_forward_pass_ends_only_its_own_requests(world, tiny_model, monkeypatch):
     async with running(tiny_model, world, "p") as p:
         forward = p.executor.runner.forward
         threads = set()
@@ -443,10 +427,9 @@ async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_m
     assert isinstance(failure, ZeroDivisionError)
 
 
-async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(tiny_model):
+async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(world, tiny_model):
     """A step without a token to compute is a step too: a request that waits behind it must not wait for a grant to
     end."""
-    world = World()
     async with running(tiny_model, world, "p", max_running=1) as p:
         prompt = make_prompt(33)
         await answer(p.engine, Request("warm", prompt, greedy(1)))
@@ -462,9 +445,8 @@ async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(tiny_m
             world.grants[leg.remote.transfer_id].release()
 
 
-async def test_two_sides_that_tokenised_differently_do_not_meet(tiny_model):
+async def test_two_sides_that_tokenised_differently_do_not_meet(world, tiny_model):
     """A chat template that asks the clock, say: P's blocks are not those of D's prompt, however many there are."""
-    world = World()
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
         ours, theirs = make_prompt(100), make_prompt(100, seed=1)
         _, decode_leg = legs(ours, greedy(COUNT))
@@ -478,8 +460,7 @@ async def test_two_sides_that_tokenised_differently_do_not_meet(tiny_model):
         world.grants[prefill_leg.remote.transfer_id].release()
 
 
-async def test_a_decode_leg_that_never_got_blocks_gives_its_grant_up(tiny_model):
-    world = World()
+async def test_a_decode_leg_that_never_got_blocks_gives_its_grant_up(world, tiny_model):
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", max_running=1) as d:
         busy = asyncio.create_task(answer(d.engine, Request("busy", make_prompt(20), greedy(300))))
         await asyncio.sleep(0.1)

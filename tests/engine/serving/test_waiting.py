@@ -20,7 +20,6 @@ from tests.support.engine.engine_harness import (
     reference,
     running,
 )
-from tests.support.engine.fake_agent import World
 
 pytestmark = pytest.mark.asyncio
 
@@ -34,8 +33,7 @@ def between(source: str, reader: str, length: int, seed: int, tokens: int = 4) -
     )
 
 
-async def test_waiting_holds_no_slot_and_no_block_that_another_needs(tiny_model) -> None:
-    world = World()
+async def test_waiting_holds_no_slot_and_no_block_that_another_needs(world, tiny_model) -> None:
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", blocks=16, max_running=2) as d:
         slow = [asyncio.create_task(answer(d.engine, legs(make_prompt(80, n), greedy(3))[1])) for n in range(8)]
         await asyncio.sleep(0.1)
@@ -56,9 +54,8 @@ async def test_waiting_holds_no_slot_and_no_block_that_another_needs(tiny_model)
     assert world.breaches == []
 
 
-async def test_early_blocks_go_back_before_the_pull_has_begun(tiny_model) -> None:
+async def test_early_blocks_go_back_before_the_pull_has_begun(world, tiny_model) -> None:
     """Both come in one turn of the loop: the pull of the first has not begun when the second needs its blocks."""
-    world = World()
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", blocks=8) as d:
         first, second = legs(make_prompt(80), greedy(3))
         here = Request("here", make_prompt(100, 1), greedy(3))
@@ -72,8 +69,7 @@ async def test_early_blocks_go_back_before_the_pull_has_begun(tiny_model) -> Non
     assert world.breaches == []
 
 
-async def test_one_whose_early_blocks_were_taken_is_granted_and_answered(tiny_model) -> None:
-    world = World()
+async def test_one_whose_early_blocks_were_taken_is_granted_and_answered(world, tiny_model) -> None:
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", blocks=8) as d:
         first, second = legs(make_prompt(80), greedy(3))
         waiting = asyncio.create_task(answer(d.engine, second))
@@ -88,9 +84,8 @@ async def test_one_whose_early_blocks_were_taken_is_granted_and_answered(tiny_mo
     assert world.breaches == []
 
 
-async def test_two_engines_that_are_both_do_not_wait_for_each_other(tiny_model) -> None:
+async def test_two_engines_that_are_both_do_not_wait_for_each_other(world, tiny_model) -> None:
     """Six prompts of eight blocks in opposite order, 23 blocks each: what each keeps is in the way of what it needs."""
-    world = World()
     async with running(tiny_model, world, "a", blocks=23) as a, running(tiny_model, world, "b", blocks=23) as b:
         engines = {"a": a.engine, "b": b.engine}
         work, began_s = [], time.monotonic()
@@ -114,9 +109,8 @@ async def test_two_engines_that_are_both_do_not_wait_for_each_other(tiny_model) 
     assert world.breaches == []
 
 
-async def test_under_plain_pressure_of_running_requests_nothing_is_revoked(tiny_model) -> None:
+async def test_under_plain_pressure_of_running_requests_nothing_is_revoked(world, tiny_model) -> None:
     """One engine keeps two prompts for a reader that is late, and answers ten requests in what is left of its pool."""
-    world = World()
     async with running(tiny_model, world, "p", blocks=24, max_running=8) as p:
         kept = [legs(make_prompt(100, n), greedy(4))[0] for n in range(2)]
         for request in kept:
@@ -130,8 +124,7 @@ async def test_under_plain_pressure_of_running_requests_nothing_is_revoked(tiny_
             world.expire(request.remote.transfer_id)
 
 
-async def test_a_prompt_for_others_gives_way_where_nothing_else_will(tiny_model) -> None:
-    world = World()
+async def test_a_prompt_for_others_gives_way_where_nothing_else_will(world, tiny_model) -> None:
     async with running(tiny_model, world, "p", blocks=12, room_wait_s=0.2) as p:
         old, young = (legs(make_prompt(80, n), greedy(4))[0] for n in range(2))
         for request in (old, young):
@@ -144,8 +137,7 @@ async def test_a_prompt_for_others_gives_way_where_nothing_else_will(tiny_model)
         world.expire(old.remote.transfer_id)
 
 
-async def test_a_source_is_told_of_a_prompt_when_it_is_accepted_and_when_it_will_not_come(tiny_model) -> None:
-    world = World()
+async def test_a_source_is_told_of_a_prompt_when_it_is_accepted_and_when_it_will_not_come(world, tiny_model) -> None:
     async with running(tiny_model, world, "p", blocks=8, max_waiting=1, max_running=1) as p:
         agent = world.agents["p"]
         requests = [legs(make_prompt(100, n), greedy(4))[0] for n in range(4)]
@@ -158,8 +150,7 @@ async def test_a_source_is_told_of_a_prompt_when_it_is_accepted_and_when_it_will
             world.expire(one.remote.transfer_id)
 
 
-async def test_heartbeats_report_whether_the_queue_was_taken_in(tiny_model) -> None:
-    world = World()
+async def test_heartbeats_report_whether_the_queue_was_taken_in(world, tiny_model) -> None:
     async with running(tiny_model, world, "p") as p:
         agent = world.agents["p"]
         await asyncio.sleep(0.05)
@@ -177,8 +168,7 @@ async def test_heartbeats_report_whether_the_queue_was_taken_in(tiny_model) -> N
         assert any(took_in for _, took_in in list(agent.pulses)[-4:])
 
 
-async def test_body_being_read_is_a_heartbeat_of_an_idle_engine(tiny_model) -> None:
-    world = World()
+async def test_body_being_read_is_a_heartbeat_of_an_idle_engine(world, tiny_model) -> None:
     async with running(tiny_model, world, "p") as p:
         await asyncio.sleep(0.05)
         assert world.agents["p"].pulses[-1] == (False, True)
@@ -188,8 +178,7 @@ async def test_body_being_read_is_a_heartbeat_of_an_idle_engine(tiny_model) -> N
         await p.engine.ask(lambda: None)
 
 
-async def test_an_engine_that_can_do_nothing_for_want_of_blocks_does_not_spin(tiny_model) -> None:
-    world = World()
+async def test_an_engine_that_can_do_nothing_for_want_of_blocks_does_not_spin(world, tiny_model) -> None:
     async with running(tiny_model, world, "d", blocks=8, room_wait_s=0.1) as d, running(tiny_model, world, "p") as p:
         slow = legs(make_prompt(100), greedy(3))
         world.hold_back.add(slow[0].remote.transfer_id)
@@ -215,8 +204,7 @@ async def test_a_question_that_raises_ends_nothing(tiny_model) -> None:
         assert await p.engine.ask(lambda: 7) == 7
 
 
-async def test_a_leg_names_how_long_it_may_wait(tiny_model) -> None:
-    world = World()
+async def test_a_leg_names_how_long_it_may_wait(world, tiny_model) -> None:
     async with running(tiny_model, world, "p"), running(tiny_model, world, "d") as d:
         request = legs(make_prompt(40), greedy(3))[1]
         remote = OtherLeg(request.remote.transfer_id, "p", timeout_s=0.2)
@@ -226,8 +214,7 @@ async def test_a_leg_names_how_long_it_may_wait(tiny_model) -> None:
         assert world.agents["d"].transfers[0].timeout_s == 0.2
 
 
-async def test_an_operator_may_release_what_is_held(tiny_model) -> None:
-    world = World()
+async def test_an_operator_may_release_what_is_held(world, tiny_model) -> None:
     async with running(tiny_model, world, "p") as p:
         request = legs(make_prompt(40), greedy(3))[0]
         await prefill(p.engine, request)
@@ -248,9 +235,8 @@ async def test_a_question_to_an_engine_that_has_ended_is_answered(tiny_model) ->
             await p.engine.ask(p.executor.held)
 
 
-async def test_engine_whose_prompts_wait_for_blocks_keeps_its_heartbeat(tiny_model):
+async def test_engine_whose_prompts_wait_for_blocks_keeps_its_heartbeat(world, tiny_model):
     """Else it could not be told from one that hangs."""
-    world = World()
     async with running(tiny_model, world, "p", blocks=4) as p:
         params = greedy(1)
         first, second = (legs(make_prompt(60, seed), params)[0] for seed in range(2))

@@ -18,14 +18,7 @@ from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.openai import schemas
 from kvxfer.openai.errors import RequestError, error_body
 from kvxfer.openai.sse import CONTENT_TYPE, DONE, EventDecoder, encode_event, encode_object
-from kvxfer.openai.transfer_params import (
-    LEG_BYTES_MAX,
-    PARAM,
-    Part,
-    TransferEnd,
-    TransferParams,
-    parse_transfer_params,
-)
+from kvxfer.openai.transfer_params import LEG_BYTES_MAX, PARAM, Part, TransferEnd, TransferParams, parse_transfer_params
 from kvxfer.router import dialects, failure, headers, legs, merge
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.inbound import Inbound

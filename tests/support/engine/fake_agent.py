@@ -52,7 +52,6 @@ class World:
         self.drains = asyncio.Event()
         """Failed transfers drain only while this is set."""
         self.drains.set()
-        self.pulls_started = 0
 
     def touch(self) -> None:
         self.loop.call_soon_threadsafe(self.changed.set)
@@ -298,16 +297,14 @@ class FakeAgent:
         self.pulse_count = 0
         self.pulses: collections.deque[tuple[bool, bool]] = collections.deque(maxlen=64)
         self.pool: FakePool | None = None
-        self.is_entered = False
         self.is_draining = False
         world.agents[agent_id] = self
 
     async def __aenter__(self) -> FakeAgent:
-        self.is_entered = True
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.is_entered = False
+        pass
 
     def set_draining(self) -> None:
         self.is_draining = True
@@ -384,7 +381,6 @@ class FakeAgent:
         on_granted: Callable[[Any], None] | None = None,
     ) -> FakeTransfer:
         assert asyncio.get_running_loop() is self.world.loop
-        self.world.pulls_started += 1
         if source not in self.world.agents:
             raise PeerGoneError(f"no agent {source}")
         take(self.world, pool, blocks)
@@ -405,7 +401,6 @@ class FakeAgent:
         on_granted: Callable[[Any], None] | None = None,
     ) -> FakeTransfer:
         assert asyncio.get_running_loop() is self.world.loop
-        self.world.pulls_started += 1
         if source not in self.world.agents:
             raise PeerGoneError(f"no agent {source}")
         transfer = FakeTransfer(self.world, pool, [], transfer_id, 0, content_digest, on_granted)

@@ -8,6 +8,7 @@ from typing import Any
 from kvxfer._native import _core
 from kvxfer._native._core import Code, SessionKind
 from kvxfer.testing.sim.virtual_clock import S
+from tests.support.limits import endpoint_limits
 from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
@@ -18,9 +19,7 @@ BEFORE, COUNT, LANDED = 3, 8, 2
 
 
 def _limits(lanes: Sequence[Any] | None) -> Any:
-    limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
-    transfers.read_bytes_max = grants.data_bytes_max = 16 * LANDED
-    limits.transfers, limits.grants = transfers, grants
+    limits = endpoint_limits(read_bytes_max=16 * LANDED, data_bytes_max=16 * LANDED)
     if lanes is not None:
         limits.lanes = sum(1 << lane.value for lane in lanes)
     return limits

@@ -9,13 +9,14 @@ import pathlib
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.transport import ucx
+from tests.support.limits import endpoint_limits
 
 DIGEST = b"d" * 32
 POISON = 0xEE
@@ -24,6 +25,7 @@ LANES = [native.Lane.MAPPED, native.Lane.STREAM]
 UCX_LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
 needs_ucx = pytest.mark.skipif(not UCX_LIBRARY.path, reason=ucx.missing(UCX_LIBRARY))
 needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
+NewId: TypeAlias = Callable[[], bytes]
 _regions = itertools.count(100)
 
 
@@ -62,7 +64,12 @@ class Node:
         self.ref = native.AgentRef(name, 1, os.urandom(16))
         path = str(directory / name) if has_unix else ""
         self.core = native.Core(
-            self.ref, limits or make_limits(), bind_host="127.0.0.1", bind_port=0, unix_path=path, **(core or {})
+            self.ref,
+            limits or endpoint_limits(),
+            bind_host="127.0.0.1",
+            bind_port=0,
+            unix_path=path,
+            **(core or {}),
         )
         self.core.start()
         self.block_bytes, self.blocks = block_bytes, blocks
@@ -110,6 +117,13 @@ class Node:
         deadline = time.monotonic_ns() + int(deadline_s * SECOND)
         array = np.asarray(blocks, dtype=np.uint32)
         self.core.pull(transfer, ref, 7, array, first=first, lanes=lanes or LANES, deadline_ns=deadline)
+
+    def pull_granted(self, source: Node, granted: Any, filled: Any, **options: Any) -> bytes:
+        """Have ``source`` grant blocks, and pull them; returns the id of the transfer. ``options``: of :meth:`pull`."""
+        transfer = os.urandom(16)
+        source.grant(transfer, granted)
+        self.pull(transfer, source, filled, **options)
+        return transfer
 
     def register(self, nbytes: int, *, is_foreign: bool = False, **info: Any) -> Registered:
         """Memory of this node that peers may read and write; `info` is RegionInfo's."""
@@ -202,15 +216,6 @@ class Node:
         return busy + counts.transfers_live + counts.transfers_draining + counts.grants.alive == 0
 
 
-def make_limits(**transfers: int) -> native.EndpointLimits:
-    limits = native.EndpointLimits()
-    inner = limits.transfers
-    for name, value in transfers.items():
-        setattr(inner, name, value)
-    limits.transfers = inner
-    return limits
-
-
 def join(
     one: Node, other: Node, *, key: bytes | None = None, other_key: bytes | None = None, host: str = "127.0.0.1"
 ) -> None:
@@ -243,4 +248,4 @@ class Nodes:
         return p, d
 
     join = staticmethod(join)
-    limits = staticmethod(make_limits)
+    limits = staticmethod(endpoint_limits)

@@ -40,6 +40,12 @@ class Served:
         self.writers.append(writer)
         return reader, writer
 
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which those bytes were written."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        return reader, writer
+
     async def wait_phase(self, phase: ConnectionPhase, count: int) -> None:
         await eventually(lambda: self.http.connections.count(phase) == count)
 
@@ -88,6 +94,22 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def trickling(writer: asyncio.StreamWriter, piece: bytes) -> AsyncIterator[None]:
+    """Meanwhile ``piece`` is written again and again."""
+
+    async def trickle() -> None:
+        while True:
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(trickle())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def head(length: int | None = None, *more: str, method: str = "POST") -> bytes:

@@ -191,6 +191,12 @@ def begin(p: Rank, d: Rank, room: int, pages: Sequence[int], aux_row: int, **mor
     return transfer_id
 
 
+def open_room(p: Rank, d: Rank, room: int, pages: Sequence[int], aux_row: int, **more: Any) -> TransferId:
+    """As :func:`begin`, once the prefill rank has accepted the room."""
+    p.sources.accept(room)
+    return begin(p, d, room, pages, aux_row, **more)
+
+
 def committed(rank: Rank) -> int:
     """Transfers of it that committed so far."""
     return sum(some.get("committed", 0) for some in rank.core.statistics().agent.outcomes.values())

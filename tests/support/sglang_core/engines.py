@@ -180,6 +180,12 @@ class Room:
         for rank in self.p.ranks:
             rank.wait("sent", self.number)
 
+    def arrive(self) -> None:
+        """All of it is sent, and is where it should be; nothing else is."""
+        self.run()
+        self.wait()
+        self.d.check(self.arrived)
+
     def clear(self) -> None:
         for rank in self.p.ranks:
             rank.sources.clear(self.number)

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvxfer.agent import Agent, Transfer
-from tests.support.sglang_core.cores import (
-    Rank,
-)
+from tests.support.sglang_core.cores import Rank
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -213,6 +213,21 @@ def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrde
 def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content_digest: bytes = CONTENT) -> LoadOrder:
     tokens = (first + len(blocks)) * RECORD.block_tokens
     return LoadOrder("l", new_id(), ("p",), first, blocks, tokens, content_digest, has_direct)
+
+
+async def code_of(loading: Awaitable[LoadEnded]) -> str:
+    """Of the error with which that load ends."""
+    over = await loading
+    assert over.error is not None
+    return over.error.code
+
+
+async def arrives(loading: Awaitable[LoadEnded], p: Rank, held: list[int], d: Rank, into: list[int]) -> LoadEnded:
+    """The end of a load that brought the bytes of p's blocks ``held`` into d's blocks ``into``."""
+    over = await loading
+    assert over.error is None
+    assert (d.memory[:, into] == p.memory[:, held]).all()
+    return over
 
 
 async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:

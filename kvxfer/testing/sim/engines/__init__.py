@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvxfer.testing.sim.engines.bug import EngineBug
 from kvxfer.testing.sim.engines.engine_options import EngineOptions
-from kvxfer.testing.sim.engines.engine_report import EngineReport, EngineTotals
+from kvxfer.testing.sim.engines.engine_report import EngineReport
 from kvxfer.testing.sim.engines.world_of_engines import EngineWorld, engine_world
 
-__all__ = ["EngineBug", "EngineOptions", "EngineReport", "EngineTotals", "EngineWorld", "engine_world"]
+__all__ = ["EngineBug", "EngineOptions", "EngineReport", "EngineWorld", "engine_world"]

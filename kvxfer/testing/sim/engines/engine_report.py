@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from kvxfer.testing.sim.report import SeedsReport
 from kvxfer.testing.sim.virtual_clock import S
 
 
@@ -13,13 +14,9 @@ def _counter() -> collections.Counter[str]:
 
 
 @dataclasses.dataclass
-class EngineReport:
-    """One seed, or the sum of many. ``digest`` is the hash of one seed's event log."""
+class EngineReport(SeedsReport):
+    """Of the world of engines."""
 
-    seed: int = 0
-    digest: str = ""
-    seeds: int = 1
-    events: int = 0
     requests: int = 0
     served: int = 0
     remote: int = 0
@@ -45,17 +42,6 @@ class EngineReport:
     """The longest wait for the grant of a hung engine."""
     attempt_max_ns: int = 0
 
-    def add(self, other: EngineReport) -> None:
-        """Count another run in."""
-        for field in dataclasses.fields(self):
-            mine, its = getattr(self, field.name), getattr(other, field.name)
-            if field.name.endswith("_max_ns"):
-                setattr(self, field.name, max(mine, its))
-            elif isinstance(mine, collections.Counter):
-                mine.update(its)
-            elif field.name not in ("seed", "digest"):
-                setattr(self, field.name, mine + its)
-
     def lines(self) -> list[str]:
         """The account, as text."""
 
@@ -75,8 +61,3 @@ class EngineReport:
             f"  {self.circles} circles of waits, broken within {self.circle_max_ns / S:.2f} s; "
             f"hung engines left within {self.hung_max_ns / S:.2f} s; longest attempt {self.attempt_max_ns / S:.1f} s",
         ]
-
-
-def EngineTotals() -> EngineReport:
-    """The sum of no runs."""
-    return EngineReport(seeds=0)
