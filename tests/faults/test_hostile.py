@@ -12,8 +12,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
+from tests.support.faults.hostile_peer import HostilePeer
 from tests.support.faults.parties import POISON, Party
-from tests.support.faults.stranger import Stranger
 
 HEAD = b"KX" + bytes([native.WIRE_VERSION])
 SIZE = 64 * 4096
@@ -25,7 +25,7 @@ class Scene:
     def __init__(self, refusals_max: int) -> None:
         self.victim = Party("victim", ["stream", "unix", "mapped"], grant_ttl_s=3.0, refusals_max=refusals_max)
         self.honest = Party("honest", ["stream"])
-        self.stranger = Stranger("stranger")
+        self.hostile = HostilePeer("hostile")
         self.whole, self.write_only, self.removed = (
             self.victim.allocate(SIZE),
             self.victim.allocate(SIZE, can_read=False),
@@ -36,13 +36,13 @@ class Scene:
             name: self.victim.region_id(getattr(self, name)) for name in ("whole", "write_only", "removed", "read_only")
         }
         self.victim.deregister(self.removed)
-        self.victim.meet(self.stranger.card())
-        self.victim.meet(self.honest.card())
-        self.honest.meet(self.victim.card())
+        self.victim.add_peer(self.hostile.metadata())
+        self.victim.add_peer(self.honest.metadata())
+        self.honest.add_peer(self.victim.metadata())
         self.honest.allocate(SIZE)
         self.victim.fill(3)
         self.victim.fill(4, region=self.whole)
-        self.stranger.dial(self.victim)
+        self.hostile.dial(self.victim)
         self.served = 0
 
     def bytes_out(self) -> int:
@@ -66,7 +66,7 @@ class Scene:
         assert self.victim.wait_idle() == ""
 
     def close(self) -> None:
-        self.stranger.close()
+        self.hostile.close()
         self.honest.close()
         self.victim.close()
 
@@ -84,22 +84,22 @@ def scene(refusals_max: int) -> Iterator[Scene]:
 
 
 def test_a_grant_of_somebody_else(scene: Scene) -> None:
-    """Pulled, confirmed, renewed and released by one whom it was not made for: its reader does not notice."""
+    """Pulled, confirmed, renewed and released by a peer that it was not made for: its reader does not notice."""
     transfer = os.urandom(16)
     scene.victim.grant(transfer.hex(), list(range(8)), 8, reader="honest")
     before = scene.refused()
-    scene.stranger.say(scene.stranger.pull(transfer, 0, 8))
-    told = scene.stranger.answer(transfer)
+    scene.hostile.say(scene.hostile.pull(transfer, 0, 8))
+    told = scene.hostile.answer(transfer)
     assert isinstance(told, native.ErrorFrame)
     assert told.code == native.Code.refused
     assert scene.refused() > before
-    scene.stranger.say(native.Confirm(transfer, 7))
-    verdict = scene.stranger.answer(transfer)
+    scene.hostile.say(native.Confirm(transfer, 7))
+    verdict = scene.hostile.answer(transfer)
     assert verdict.code != native.Code.ok
-    scene.stranger.say(native.Release(transfer))
-    scene.stranger.say(native.Renew(transfer, 9, 1 << 30))
-    scene.stranger.say(scene.stranger.fetch(transfer, [(scene.ids["whole"], 0, 64, 64, 1)]))
-    assert scene.stranger.answer(transfer).code == native.Code.refused
+    scene.hostile.say(native.Release(transfer))
+    scene.hostile.say(native.Renew(transfer, 9, 1 << 30))
+    scene.hostile.say(scene.hostile.fetch(transfer, [(scene.ids["whole"], 0, 64, 64, 1)]))
+    assert scene.hostile.answer(transfer).code == native.Code.refused
     assert scene.victim.grant_state(transfer.hex()) == "ALIVE"
     assert scene.bytes_out() == 0
     scene.honest.pull(transfer.hex(), "victim", list(range(8)))
@@ -111,10 +111,10 @@ def test_a_grant_of_somebody_else(scene: Scene) -> None:
 @pytest.mark.parametrize(("first", "count"), [(0, 9), (8, 1), (1, 8), (2**32 - 1, 2), (0, 2**32 - 1)])
 def test_a_block_outside_its_grant(scene: Scene, first: int, count: int) -> None:
     transfer = os.urandom(16)
-    scene.victim.grant(transfer.hex(), list(range(8)), 8, reader="stranger")
+    scene.victim.grant(transfer.hex(), list(range(8)), 8, reader="hostile")
     before = scene.refused()
-    scene.stranger.say(scene.stranger.pull(transfer, first, count))
-    assert scene.stranger.answer(transfer).code in (native.Code.refused, native.Code.incompatible)
+    scene.hostile.say(scene.hostile.pull(transfer, first, count))
+    assert scene.hostile.answer(transfer).code in (native.Code.refused, native.Code.incompatible)
     assert scene.refused() > before
     scene.victim.revoke(transfer.hex())
     scene.expect_unharmed()
@@ -143,8 +143,8 @@ def row_of(scene: Scene, name: str) -> tuple[int, int, int, int, int]:
 def test_a_byte_outside_what_is_registered(scene: Scene, name: str) -> None:
     transfer = os.urandom(16)
     before = scene.refused()
-    scene.stranger.say(scene.stranger.fetch(transfer, [(scene.ids["whole"], 0, 64, 64, 1), row_of(scene, name)]))
-    told = scene.stranger.answer(transfer)
+    scene.hostile.say(scene.hostile.fetch(transfer, [(scene.ids["whole"], 0, 64, 64, 1), row_of(scene, name)]))
+    told = scene.hostile.answer(transfer)
     assert isinstance(told, native.ErrorFrame)
     assert told.code == native.Code.refused
     assert scene.refused() == before + 1
@@ -159,10 +159,10 @@ def test_a_write_where_none_is_allowed(scene: Scene, name: str) -> None:
     if name == "unequal":
         row = (scene.ids["whole"], 0, 65, 65, 1)
     theirs = [(1, 0, 64, 64, row[4])]
-    scene.stranger.say(
+    scene.hostile.say(
         native.Push(transfer, native.Lane.STREAM, native.WireList(theirs), native.WireList([row]), 1000, False, b"done")
     )
-    told = scene.stranger.answer(transfer)
+    told = scene.hostile.answer(transfer)
     assert isinstance(told, native.Done)
     assert told.code == native.Code.refused
     assert scene.refused() == before + 1
@@ -174,14 +174,14 @@ def test_a_write_where_none_is_allowed(scene: Scene, name: str) -> None:
 def test_a_replayed_read(scene: Scene) -> None:
     """An id that has ended is good for nothing: not the read itself, nor a confirm, nor another read."""
     transfer = os.urandom(16)
-    asked = scene.stranger.fetch(transfer, [(scene.ids["whole"], 0, 4096, 4096, 4)])
-    scene.stranger.say(asked)
-    assert isinstance(scene.stranger.answer(transfer), native.Ready)
-    other = Stranger("stranger")  # the bytes of the session are of no use to this test: let it go
-    other.ref = scene.stranger.ref
-    scene.stranger.close()
+    asked = scene.hostile.fetch(transfer, [(scene.ids["whole"], 0, 4096, 4096, 4)])
+    scene.hostile.say(asked)
+    assert isinstance(scene.hostile.answer(transfer), native.Ready)
+    other = HostilePeer("hostile")  # the bytes of the session are of no use to this test: let it go
+    other.ref = scene.hostile.ref
+    scene.hostile.close()
     other.dial(scene.victim)
-    scene.stranger = other
+    scene.hostile = other
     other.say(native.Release(transfer))
     assert scene.victim.wait_idle() == ""
     scene.served = scene.bytes_out()
@@ -196,22 +196,22 @@ def test_a_replayed_read(scene: Scene) -> None:
 
 @pytest.mark.parametrize("refusals_max", [1, AgentConfig.refusals_max])
 def test_one_that_tries_on_is_hung_up_on(scene: Scene, refusals_max: int) -> None:
-    """What an honest reader may be refused too leaves the session as it is, if nobody says otherwise; a search through
+    """What an honest reader may be refused too leaves the session as it is, if nothing says otherwise; a search through
     memory does not."""
     limit = refusals_max
     row = row_of(scene, "past-the-end")
     refused, ended = scene.refused(), scene.victim.statistics()["sessions_ended"]
     for _ in range(limit):
         transfer = os.urandom(16)
-        scene.stranger.say(scene.stranger.fetch(transfer, [row]))
-        assert scene.stranger.answer(transfer).code == native.Code.refused
-    assert scene.stranger.is_hung_up()
+        scene.hostile.say(scene.hostile.fetch(transfer, [row]))
+        assert scene.hostile.answer(transfer).code == native.Code.refused
+    assert scene.hostile.is_hung_up()
     assert scene.refused() == refused + limit
     assert scene.victim.statistics()["sessions_ended"] == ended + 1
-    scene.stranger.dial(scene.victim)
+    scene.hostile.dial(scene.victim)
     transfer = os.urandom(16)
-    scene.stranger.say(scene.stranger.fetch(transfer, [row]))
-    assert scene.stranger.answer(transfer).code == native.Code.refused
+    scene.hostile.say(scene.hostile.fetch(transfer, [row]))
+    assert scene.hostile.answer(transfer).code == native.Code.refused
     scene.expect_unharmed()
 
 
@@ -219,11 +219,11 @@ def test_one_that_tries_on_is_hung_up_on(scene: Scene, refusals_max: int) -> Non
 def test_an_honest_reader_is_told_before_the_first_refusal_ends_its_session(scene: Scene) -> None:
     """Its list was made before the memory was taken back. It does not ask for ever, and gets what it asks for next."""
     stale = scene.victim.allocate(SIZE)
-    card = scene.victim.card()
-    scene.honest.meet(card)
+    metadata = scene.victim.metadata()
+    scene.honest.add_peer(metadata)
     ended = scene.victim.statistics()["sessions_ended"]
     scene.victim.deregister(stale)
-    scene.honest.post("stale", "READ", "victim", 0, len(card["records"]) - 1)
+    scene.honest.post("stale", "READ", "victim", 0, len(metadata["records"]) - 1)
     assert scene.honest.outcome("stale") == "refused"
     assert scene.refused() == 1
     assert scene.victim.statistics()["sessions_ended"] == ended + 1
@@ -234,13 +234,13 @@ def test_a_confirm_for_a_removed_region(scene: Scene) -> None:
     """It read while it might, and its memory was taken back before it asked for the verdict."""
     index = scene.victim.allocate(SIZE)
     transfer = os.urandom(16)
-    scene.stranger.say(scene.stranger.fetch(transfer, [(scene.victim.region_id(index), 0, 4096, 4096, 1)]))
-    assert isinstance(scene.stranger.answer(transfer), native.Ready)
+    scene.hostile.say(scene.hostile.fetch(transfer, [(scene.victim.region_id(index), 0, 4096, 4096, 1)]))
+    assert isinstance(scene.hostile.answer(transfer), native.Ready)
     scene.victim.deregister(index)
-    scene.stranger.close()
-    scene.stranger.dial(scene.victim)
-    scene.stranger.say(native.Confirm(transfer, 77))
-    assert scene.stranger.answer(transfer).code == native.Code.grant_revoked
+    scene.hostile.close()
+    scene.hostile.dial(scene.victim)
+    scene.hostile.say(native.Confirm(transfer, 77))
+    assert scene.hostile.answer(transfer).code == native.Code.grant_revoked
     scene.served = scene.bytes_out()
     scene.expect_unharmed()
 
@@ -259,8 +259,8 @@ def test_a_confirm_for_a_removed_region(scene: Scene) -> None:
 )
 def test_noise_ends_the_session(scene: Scene, noise: bytes) -> None:
     before = scene.victim.statistics()["sessions_ended"]
-    scene.stranger.shout(noise)
-    assert scene.stranger.is_hung_up()
+    scene.hostile.shout(noise)
+    assert scene.hostile.is_hung_up()
     assert scene.victim.statistics()["sessions_ended"] == before + 1
     scene.expect_unharmed()
 
@@ -269,7 +269,7 @@ def test_a_wrong_secret(scene: Scene) -> None:
     before = scene.victim.statistics()["sessions_refused"]
     for _ in range(3):
         with pytest.raises((EOFError, ConnectionError)):
-            scene.stranger.dial(scene.victim, b"w" * 32)
+            scene.hostile.dial(scene.victim, b"w" * 32)
     assert scene.victim.statistics()["sessions_refused"] == before + 3
     scene.expect_unharmed()
 
@@ -278,19 +278,19 @@ def test_a_forged_proof(scene: Scene) -> None:
     """One that does not care what the victim proves, and says PROVE with a secret of its own."""
     before = scene.victim.statistics()["sessions_refused"]
     for proof in (bytes(32), os.urandom(32)):
-        scene.stranger.connect(scene.victim)
+        scene.hostile.connect(scene.victim)
         victim = scene.victim.core.agent
-        scene.stranger.say(native.Hello(native.HelloStep.DIAL, scene.stranger.ref, victim, os.urandom(32), bytes(32)))
-        assert scene.stranger.next().step == native.HelloStep.ACCEPT
-        scene.stranger.say(native.Hello(native.HelloStep.PROVE, scene.stranger.ref, victim, bytes(32), proof))
-        scene.stranger.say(scene.stranger.fetch(os.urandom(16), [(scene.ids["whole"], 0, 64, 64, 1)]))
-        assert scene.stranger.is_hung_up()
+        scene.hostile.say(native.Hello(native.HelloStep.DIAL, scene.hostile.ref, victim, os.urandom(32), bytes(32)))
+        assert scene.hostile.next().step == native.HelloStep.ACCEPT
+        scene.hostile.say(native.Hello(native.HelloStep.PROVE, scene.hostile.ref, victim, bytes(32), proof))
+        scene.hostile.say(scene.hostile.fetch(os.urandom(16), [(scene.ids["whole"], 0, 64, 64, 1)]))
+        assert scene.hostile.is_hung_up()
     assert scene.victim.statistics()["sessions_refused"] == before + 2
     scene.expect_unharmed()
 
 
 def test_a_name_that_is_not_known(scene: Scene) -> None:
-    unknown = Stranger("unknown")
+    unknown = HostilePeer("unknown")
     with pytest.raises((EOFError, ConnectionError)):
         unknown.dial(scene.victim)
     unknown.close()
@@ -299,14 +299,14 @@ def test_a_name_that_is_not_known(scene: Scene) -> None:
 
 def test_frames_before_the_proof(scene: Scene) -> None:
     for frame in (
-        scene.stranger.fetch(os.urandom(16), [(scene.ids["whole"], 0, 64, 64, 1)]),
+        scene.hostile.fetch(os.urandom(16), [(scene.ids["whole"], 0, 64, 64, 1)]),
         native.Confirm(os.urandom(16), 1),
         native.Ping(native.PingKind.ASK, 1),
     ):
         before = scene.victim.statistics()["sessions_refused"]
-        scene.stranger.connect(scene.victim)
-        scene.stranger.say(frame)
-        assert scene.stranger.is_hung_up()
+        scene.hostile.connect(scene.victim)
+        scene.hostile.say(frame)
+        assert scene.hostile.is_hung_up()
         assert scene.victim.statistics()["sessions_refused"] == before + 1
     scene.expect_unharmed()
 
@@ -314,8 +314,8 @@ def test_frames_before_the_proof(scene: Scene) -> None:
 def test_a_replayed_proof(scene: Scene) -> None:
     """What was heard of one handshake opens no other session."""
     said: list[bytes] = []
-    listener = Stranger("stranger")
-    listener.ref = scene.stranger.ref
+    listener = HostilePeer("hostile")
+    listener.ref = scene.hostile.ref
     shout = listener.shout
 
     def overheard(data: bytes) -> None:
@@ -326,7 +326,7 @@ def test_a_replayed_proof(scene: Scene) -> None:
     listener.dial(scene.victim)
     listener.close()
     assert len(said) == 2
-    thief = Stranger("thief")
+    thief = HostilePeer("thief")
     thief.connect(scene.victim)
     thief.shout(said[0])
     thief.next()

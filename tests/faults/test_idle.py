@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kvxfer._native import _core as native
+from tests.support.faults.hostile_peer import HostilePeer
 from tests.support.faults.parties import Party
-from tests.support.faults.stranger import Stranger
 
 PEERS = 256
 LOOK_S = 3.0
@@ -26,11 +26,11 @@ def cpu_s() -> float:
 @pytest.mark.no_sanitizer
 def test_256_idle_peers(capsys: pytest.CaptureFixture[str]) -> None:
     party = Party("party", ["stream", "unix", "mapped"], stall_s=0.5)
-    peers = [Stranger(f"peer-{number}") for number in range(PEERS)]
+    peers = [HostilePeer(f"peer-{number}") for number in range(PEERS)]
     try:
         index = party.allocate(1 << 16)
         for peer in peers:
-            party.meet(peer.card())
+            party.add_peer(peer.metadata())
             peer.dial(party)
         for peer in peers[::16]:  # some of them have read before
             transfer = os.urandom(16)

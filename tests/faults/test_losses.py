@@ -30,7 +30,7 @@ WARM_UP = 4
 REMEMBERED = 128
 """States of transfers that are over: so few that they are no growth."""
 OVER = ("peer_gone", "grant_revoked", "grant_expired", "grant_unknown", "refused", "transport")
-"""What whoever hung, or was cut off, may hear when it goes on."""
+"""What a party that hung, or was cut off, may hear when it goes on."""
 
 
 class Exchange:
@@ -68,8 +68,8 @@ class Exchange:
         )
         remote.is_filled(SEED, region=1)  # it loads what that takes: half a hundred mappings
         for party, other in ((self.near, remote), (remote, self.near)):
-            party.meet(other.card())
-            host, port, path, *_ = other.card()["address"]
+            party.add_peer(other.metadata())
+            host, port, path, *_ = other.metadata()["address"]
             party.proxy(THERE, "aim", [host, port], path)
         return remote
 
@@ -80,11 +80,11 @@ class Exchange:
 
     def begin(self, owner: Any, reader: Any) -> None:
         """A pull has half of its blocks; a write is held when some of it has come, or all, and the word is missing that
-        it was right; a read waits behind it. The bytes are the owner's, and go through its proxies, whoever dials."""
+        it was right; a read waits behind it. The bytes are the owner's, and go through its proxies."""
         name, peer = ("near", "remote") if owner is self.near else ("remote", "near")
         self.rest()
-        reader.meet(owner.card(HERE))
-        owner.meet(owner.proxied(reader.card(), THERE))
+        reader.add_peer(owner.metadata(HERE))
+        owner.add_peer(owner.proxied(reader.metadata(), THERE))
         self.pulled, blocks = secrets.token_hex(16), list(range(BLOCKS))
         owner.grant(self.pulled, blocks, BLOCKS // 2, TTL_S, peer)
         reader.pull(self.pulled, name, blocks)

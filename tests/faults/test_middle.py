@@ -1,5 +1,5 @@
-"""The middle of a copy, where whoever has the bytes is lost, or whoever copies: both have their memory back in bounded
-time, and nothing lands in it, or is committed, afterwards.
+"""The middle of a copy, where the side that has the bytes, or the one that copies, is lost: both have their memory back
+in bounded time, and nothing lands in it, or is committed, afterwards.
 
 The copying process is stopped when its first bytes have changed and its last have not; then comes the fault.
 """
@@ -30,7 +30,7 @@ BY_NOW_S = 0.0
 
 
 class Copy:
-    """Whoever owns the bytes and whoever copies them, each a process; the one who asks dials the other through a proxy.
+    """The owner of the bytes and the side that copies them, each a process; the asking one dials through a proxy.
 
     ``is_proxied``: without it the two are connected to one another directly.
     """
@@ -45,12 +45,13 @@ class Copy:
             party.allocate(SIZE)
         self.owner.fill(SEED, region=0)
         self.memory = self.reader.memory_of(0, SIZE)
-        self.owner.meet(self.reader.card())
-        self.reader.meet(self.owner.card())
+        self.owner.add_peer(self.reader.metadata())
+        self.reader.add_peer(self.owner.metadata())
         if is_proxied and op == "READ":
-            self.reader.meet(self.owner.card(self.owner.open_proxy()))
+            self.reader.add_peer(self.owner.metadata(self.owner.open_proxy()))
         elif is_proxied:
-            self.owner.meet(self.owner.proxied(self.reader.card(), self.owner.open_proxy(self.reader.card())))
+            reader = self.reader.metadata()
+            self.owner.add_peer(self.owner.proxied(reader, self.owner.open_proxy(reader)))
         self.name, self.number = "", -1
         self.begun_s = self.struck_s = 0.0
         """When bytes had landed: its time was counted by then."""
@@ -80,17 +81,17 @@ class Copy:
         self.reader.go_on()
 
     def expect_posted(self, outcome: str, within_s: float) -> None:
-        """Whoever asked hears of the end within so long after the fault."""
+        """The side that asked hears of the end within so long after the fault."""
         got = self.poster.outcome(self.name, max(self.struck_s + within_s + MARGIN_S - time.monotonic(), 0.0))
         assert got == outcome, f"{got or 'not over'}, not {outcome}"
 
     def expect_failed_there(self, within_s: float) -> None:
-        """Whoever is written to is rid of it within so long after the fault, and has committed nothing."""
+        """The side that is written to is rid of it within so long after the fault, and has committed nothing."""
         left_s = max(self.struck_s + within_s + MARGIN_S - time.monotonic(), 0.0)
         assert self.reader.offer("owner", left_s, self.number) == "FAILED"
 
     def expect_over(self, outcome: str, within_s: float) -> None:
-        """Whoever copies is rid of it, as the one who asked or the one who was written to."""
+        """The side that copies is rid of it, as the one that asked or the one that was written to."""
         if self.op == "READ":
             self.expect_posted(outcome, within_s)
         else:
@@ -161,7 +162,7 @@ def strike(fixtures: Fixtures, fault: Callable[[Copy], object], deadline_s: floa
 @pytest.mark.nightly
 @patient
 def test_deadline(fixtures: Fixtures) -> None:
-    """It passes in the middle: whoever asked hears so when it does, though the one who copies hangs, and not later."""
+    """It passes in the middle: the asking side hears so when it does, though the copying one hangs, and not later."""
     strike(fixtures, lambda copy: None, DEADLINE_S)
 
     def check(copy: Copy) -> None:
@@ -195,7 +196,7 @@ def test_killed_owner(fixtures: Fixtures) -> None:
 
 @pytest.mark.nightly
 def test_stopped_owner(fixtures: Fixtures) -> None:
-    """SIGSTOP, and SIGCONT when it was given up long ago, and the memory is somebody else's."""
+    """SIGSTOP, and SIGCONT when it was given up long ago, and the memory is another owner's."""
     strike(fixtures, lambda copy: copy.owner.stop())
 
     def check(copy: Copy) -> None:
@@ -249,7 +250,7 @@ def test_reset_and_again(fixtures: Fixtures) -> None:
 
 @writes
 def test_killed_destination(fixtures: Fixtures) -> None:
-    """Whoever writes has its memory back when the one who copies it is dead."""
+    """The side that writes has its memory back when the one that copies it is dead."""
     strike(fixtures, lambda copy: copy.reader.kill())
 
     def check(copy: Copy) -> None:
@@ -261,7 +262,7 @@ def test_killed_destination(fixtures: Fixtures) -> None:
 
 @writes
 def test_stopped_destination(fixtures: Fixtures) -> None:
-    """Whoever writes does not wait for one that hangs; what that one reads when it goes on is not committed."""
+    """The side that writes does not wait for one that hangs; what that one reads when it goes on is not committed."""
     strike(fixtures, lambda copy: None)
 
     def check(copy: Copy) -> None:

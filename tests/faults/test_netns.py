@@ -47,9 +47,9 @@ class Hosts:
         )
         self.source.fill(5)
 
-    def meet(self) -> None:
-        self.source.meet(self.reader.card())
-        self.reader.meet(self.source.card())
+    def add_peer(self) -> None:
+        self.source.add_peer(self.reader.metadata())
+        self.reader.add_peer(self.source.metadata())
 
     def pull(self, ready: int) -> str:
         """A pull of everything, of which so much has arrived."""
@@ -90,7 +90,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def test_transfers_between_hosts_commit(hosts: Hosts) -> None:
-    hosts.meet()
+    hosts.add_peer()
     transfer = secrets.token_hex(16)
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS)
     hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
@@ -99,7 +99,7 @@ def test_transfers_between_hosts_commit(hosts: Hosts) -> None:
     assert hosts.moved() == TOTAL
     hosts.source.allocate(1 << 20)
     hosts.reader.allocate(1 << 20)
-    hosts.meet()
+    hosts.add_peer()
     hosts.source.fill(6, region=0)
     hosts.reader.post("read", "READ", "source", 0, 0)
     assert hosts.reader.outcome("read") == "committed"
@@ -119,7 +119,7 @@ def expect_kernel_settings(hosts: Hosts) -> None:
 def test_tcp_between_namespaces_of_one_host_keeps_the_kernels_settings_and_sends_without_copies(hosts: Hosts) -> None:
     for party in (hosts.source, hosts.reader):
         party.allocate(8 << 20)
-    hosts.meet()
+    hosts.add_peer()
     hosts.reader.post("read", "READ", "source", 0, 0)
     assert hosts.reader.outcome("read") == "committed"
     expect_kernel_settings(hosts)
@@ -128,9 +128,9 @@ def test_tcp_between_namespaces_of_one_host_keeps_the_kernels_settings_and_sends
 
 def test_tcp_to_another_host_keeps_the_kernels_settings_and_copies(hosts: Hosts) -> None:
     for party, other in ((hosts.source, hosts.reader), (hosts.reader, hosts.source)):
-        card = other.card()
-        host, port, _, *rest = card["address"]
-        party.meet({**card, "address": [host, port, "", *rest]})
+        metadata = other.metadata()
+        host, port, _, *rest = metadata["address"]
+        party.add_peer({**metadata, "address": [host, port, "", *rest]})
     transfer = secrets.token_hex(16)
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS)
     hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
@@ -142,7 +142,7 @@ def test_tcp_to_another_host_keeps_the_kernels_settings_and_copies(hosts: Hosts)
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])
 def test_pull_when_the_link_comes_back_takes_the_other_half_alone(hosts: Hosts, end: int) -> None:
     """Half has arrived; both have hung up on each other; the other half alone goes over the new connection."""
-    hosts.meet()
+    hosts.add_peer()
     transfer = hosts.pull(BLOCKS // 2)
     hosts.namespaces.take_link_down(end)
     assert hosts.reader.wait_state(transfer, "CONNECTING", BLOCKS // 2)
@@ -157,7 +157,7 @@ def test_pull_when_the_link_comes_back_takes_the_other_half_alone(hosts: Hosts, 
 @pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
 def test_dial_when_the_link_comes_back_is_repeated_and_commits(hosts: Hosts) -> None:
     """The kernel says what was lost again only after the second in which the reader gives up: it dials anew before."""
-    hosts.meet()
+    hosts.add_peer()
     transfer = secrets.token_hex(16)
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS, 3.0)
     hosts.namespaces.keep_neighbour()
@@ -171,10 +171,10 @@ def test_dial_when_the_link_comes_back_is_repeated_and_commits(hosts: Hosts) -> 
 
 
 def post_slowly(hosts: Hosts, op: str) -> Remote:
-    """A post in the middle of a frame, its name is its ``op``; returns who asked for it."""
+    """A post in the middle of a frame, its name is its ``op``; returns the party that asked for it."""
     for party in (hosts.source, hosts.reader):
         party.allocate(SLOW_BYTES)
-    hosts.meet()
+    hosts.add_peer()
     hosts.source.fill(6, region=0)
     try:
         hosts.namespaces.limit_rate(400)
@@ -229,7 +229,7 @@ def test_post_when_the_link_stays_down_in_a_frame_ends_as_peer_gone(hosts: Hosts
 
 @pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
 def test_pull_when_the_link_stays_down_ends_as_peer_gone(hosts: Hosts) -> None:
-    hosts.meet()
+    hosts.add_peer()
     transfer = hosts.pull(BLOCKS // 2)
     cut_s = time.monotonic()
     hosts.namespaces.take_link_down()

@@ -75,13 +75,13 @@ def test_taken_back_is_said_first(lane: str) -> None:
     remote = Remote("remote", [lane], blocks=1)
     near = Party("near", [lane], blocks=1)
     try:
-        remote.meet(near.card())
+        remote.add_peer(near.metadata())
         remote.open_proxy()
         near.allocate(SIZE)
         numbers = range(6)  # which of the two was sent first was a race
         for _ in numbers:
             remote.allocate(SIZE)
-        near.meet(remote.card(0))
+        near.add_peer(remote.metadata(0))
         for number in numbers:
             remote.proxy(0, "stop_at", "from", READY, 0)
             near.post(str(number), "READ", "remote", 0, number, element=ELEMENT)
@@ -99,5 +99,5 @@ def test_taken_back_is_said_first(lane: str) -> None:
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_writer_that_is_gone(fault: str) -> None:
-    """Whoever is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
+    """The side that is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
     at_once(lambda lane: lose_a_writer(lane, fault), {lane: lane for lane in LANES})

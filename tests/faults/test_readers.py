@@ -38,8 +38,8 @@ class Scene:
         for attempt in range(ATTEMPTS):
             index = self.source.allocate(SIZE)
             self.source.fill(attempt, region=index)
-            self.source.meet(self.reader.card())
-            self.reader.meet(self.source.card())
+            self.source.add_peer(self.reader.metadata())
+            self.reader.add_peer(self.source.metadata())
             self.reader.paint(POISON, region=0)
             self.name = f"read-{attempt}"
             self.reader.post(self.name, "READ", "source", 0, 0, element=ELEMENT)
@@ -99,10 +99,10 @@ def test_a_reader_killed_in_the_middle(scene: Scene) -> None:
 
 @pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "silent"])
 def test_a_dead_reader_keeps_no_grant(scene: Scene, is_announced: bool) -> None:
-    """Its known death ends its grants at once; where nobody says so, their time to live does."""
+    """Its known death ends its grants at once; where nothing says so, their time to live does."""
     transfers = [secrets.token_hex(16) for _ in range(3)]
-    scene.source.meet(scene.reader.card())
-    scene.reader.meet(scene.source.card())
+    scene.source.add_peer(scene.reader.metadata())
+    scene.reader.add_peer(scene.source.metadata())
     for number, transfer in enumerate(transfers):
         first = number * BLOCKS
         ready = (1, BLOCKS // 2, BLOCKS - 1)[number]

@@ -41,9 +41,9 @@ class Pair:
         return [self.source, self.reader]
 
     def introduce(self) -> None:
-        """Whoever of the two dials, it is through a proxy."""
-        self.source.meet(self.reader.card(0))
-        self.reader.meet(self.source.card(0))
+        """Whichever of the two dials, it is through a proxy."""
+        self.source.add_peer(self.reader.metadata(0))
+        self.reader.add_peer(self.source.metadata(0))
 
     def ended(self, party: Party, transfer: str) -> None:
         outcome = party.outcome(transfer)

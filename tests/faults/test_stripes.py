@@ -49,11 +49,11 @@ class Striped:
         for party in (poster, peer):
             for _ in range(2):
                 party.allocate(SIZE + ELEMENT)
-        peer.meet(poster.card())
-        card = peer.card()
-        host, port, path, *rest = card["address"]
+        peer.add_peer(poster.metadata())
+        metadata = peer.metadata()
+        host, port, path, *rest = metadata["address"]
         self.proxy = CountingProxy((host, port), path)
-        poster.meet({**card, "address": [host, self.proxy.tcp_port, self.proxy.unix_path, *rest]})
+        poster.add_peer({**metadata, "address": [host, self.proxy.tcp_port, self.proxy.unix_path, *rest]})
 
     def begin(self, name: str, region: int = 0) -> int:
         """Ask for everything, into poison; returns the seed of what is sent."""
@@ -153,7 +153,7 @@ def test_both_ways_at_once_between_two_processes(striped: Make, lane: str) -> No
     """Without a proxy, as fast as they can: a read and a write share the connections."""
     pair = striped(lane, "READ", remote="peer")
     near, remote = pair.poster, pair.peer
-    near.meet(remote.card())
+    near.add_peer(remote.metadata())
     for number in range(ROUNDS_MAX):
         read, written = next(pair.seeds), next(pair.seeds)
         remote.fill(read, region=0)
@@ -197,7 +197,7 @@ def test_one_is_reset(striped: Make, lane: str, op: str) -> None:
 @each_op
 @each_lane
 def test_one_falls_silent(striped: Make, lane: str, op: str) -> None:
-    """It is given up, and another carries its part; what it still held comes when the memory is somebody else's."""
+    """It is given up, and another carries its part; what it still held comes when the memory is another owner's."""
     pair = striped(lane, op, stall_s=STALL_S, reconnect_s=PATIENT_S)
     seed, held = pair.hold()
     pair.proxy.go_on_but(held[1])
@@ -231,7 +231,7 @@ def test_cancelled(striped: Make, lane: str, op: str) -> None:
 @each_op
 @each_lane
 def test_the_peer_is_killed(striped: Make, lane: str, op: str) -> None:
-    """Who posted is told so in the time that it may try to reach it again, and has its memory back."""
+    """The poster is told so in the time that it may try to reach it again, and has its memory back."""
     pair = striped(lane, op, remote="peer", reconnect_s=RECONNECT_S)
     _, held = pair.hold()
     pair.peer.kill()

@@ -33,7 +33,7 @@ def check_told(load: Load, role: str, lost_s: float) -> None:
     """The other role heard soon that this one is gone."""
     told = load.told(role, lost_s)
     print(f"\n{role} lost: {len(told)} failures at the other, after", [round(leg.ended_s - lost_s, 2) for leg in told])
-    assert told, load.last_words()
+    assert told, load.last_lines()
     for leg in told:
         assert "peer_gone" in leg.why, leg
         assert leg.ended_s - lost_s < GONE_S, leg

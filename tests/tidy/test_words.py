@@ -46,7 +46,8 @@ ROOMS = (
     *("kvxfer/_native", "kvxfer/agent", "kvxfer/cli", "kvxfer/connectors", "kvxfer/coordinator", "kvxfer/engine"),
     *("kvxfer/layout", "kvxfer/openai", "kvxfer/protocol", "kvxfer/rpc", "kvxfer/serving", "kvxfer/testing"),
     *("kvxfer/transport", "kvxfer/config.py", "kvxfer/errors.py", "kvxfer/observe.py", "kvxfer/places.py"),
-    *("kvxfer/types.py", "tests/contract", "tests/machines", "tests/native"),
+    *("kvxfer/types.py", "tests/contract", "tests/faults", "tests/machines", "tests/native"),
+    *("tests/agent", "tests/engine", "tests/support"),
 )
 """Folders and files whose code is looked at too: names, comments, docstrings, texts."""
 TRAVELS = (
@@ -59,7 +60,7 @@ RETIRED_LEFT: dict[str, list[str]] = {}
 
 PRONOUNS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 PRONOUNS_PER_1000_LINES = 0.5
-PRONOUNS_LEFT = {"benchmarks": 0, "docs": 2, "kvxfer": 0, "tests": 49}
+PRONOUNS_LEFT = {"benchmarks": 0, "docs": 2, "kvxfer": 0, "tests": 0}
 """Where there are more than PRONOUNS_PER_1000_LINES: how many may be left."""
 
 DOUBLES_LEFT: dict[str, set[str]] = {".py": set(), ".cpp": set()}

@@ -36,7 +36,7 @@ class Worker:
         return self.engine.executor
 
     async def check_idle(self, timeout_s: float = 5.0) -> None:
-        """Every block is back, and the pool's books agree."""
+        """Every block is back, and the pool's counters agree."""
         end_s = asyncio.get_running_loop().time() + timeout_s
         while asyncio.get_running_loop().time() < end_s:
             if self.executor.scheduler.is_empty and self.executor.pool.statistics().used == 0:

@@ -1,5 +1,5 @@
 """A proxy that reads the frames it passes on, and stops at the one it was told: a phase of a transfer, held as long as
-the test likes. It runs in the process of whoever has the bytes, so that a reader of that process's memory finds its pid
+the test likes. It runs in the process that has the bytes, so that a reader of that process's memory finds its pid
 behind the Unix socket. Knows the header of a frame and nothing else of the protocol.
 """
 
@@ -70,7 +70,7 @@ class FaultProxy:
             return self._changed.wait_for(lambda: self._stops > 0, timeout_s)
 
     def freeze(self) -> None:
-        """Nothing passes any more, and nobody is told: a partition."""
+        """Nothing passes any more, and no party is told: a partition."""
         with self._changed:
             self._is_frozen = True
 
@@ -225,7 +225,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _break(end: socket.socket) -> None:
-    """Of a TCP socket: connected to nothing, which sends a RST and wakes whoever reads from it."""
+    """Of a TCP socket: connected to nothing, which sends a RST and wakes the side that reads from it."""
     with contextlib.suppress(OSError):
         if end.family == socket.AF_UNIX:
             end.shutdown(socket.SHUT_RDWR)

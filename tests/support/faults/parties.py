@@ -105,9 +105,9 @@ class Party:
         self._drain_lock = threading.RLock()
         self.known_regions: dict[int, Any] = {}
 
-    # --- who is who ---
+    # --- names and addresses ---
 
-    def card(self, proxy: int | None = None) -> dict[str, Any]:
+    def metadata(self, proxy: int | None = None) -> dict[str, Any]:
         """What a peer needs: how to reach us (through a proxy), and what is registered here."""
         address = self.transport.address
         tcp_port, unix_path = address.tcp_port, address.unix_path
@@ -119,29 +119,29 @@ class Party:
             "records": [r.record.to_json() for r in self.regions if r is not None],
         }
 
-    def meet(self, card: dict[str, Any]) -> str:
+    def add_peer(self, metadata: dict[str, Any]) -> str:
         """Know that peer, or what it says of itself now; returns its name."""
-        name, nonce = card["ref"]
-        host, port, path, host_id, lanes = card["address"]
+        name, nonce = metadata["ref"]
+        host, port, path, host_id, lanes = metadata["address"]
         ref = AgentRef(name, Incarnation(1, bytes.fromhex(nonce)))
         address = DataAddress(host, port, path, host_id, tuple(Lane(lane) for lane in lanes))
-        self.peers[name] = RemotePeer(ref, address, [RegionRecord.from_json(text) for text in card["records"]])
+        self.peers[name] = RemotePeer(ref, address, [RegionRecord.from_json(text) for text in metadata["records"]])
         self.transport.set_peer(ref, address, KEY)
         return str(name)
 
     def peer_dead(self, peer: str) -> None:
         self.transport.peer_dead(self.peers.pop(peer).ref)
 
-    def open_proxy(self, card: dict[str, Any] | None = None) -> int:
-        """A proxy in front of us, or of the peer that the card tells of; returns its number."""
-        host, port, path, *_ = (card or self.card())["address"]
+    def open_proxy(self, metadata: dict[str, Any] | None = None) -> int:
+        """A proxy in front of us, or of the peer that the metadata tells of; returns its number."""
+        host, port, path, *_ = (metadata or self.metadata())["address"]
         self.proxies.append(FaultProxy((host, port), path))
         return len(self.proxies) - 1
 
-    def proxied(self, card: dict[str, Any], proxy: int) -> dict[str, Any]:
-        """The card of a peer that is to be dialed through one of our proxies."""
-        host, _, _, *rest = card["address"]
-        return {**card, "address": [host, self.proxies[proxy].tcp_port, self.proxies[proxy].unix_path, *rest]}
+    def proxied(self, metadata: dict[str, Any], proxy: int) -> dict[str, Any]:
+        """The metadata of a peer that is to be dialed through one of our proxies."""
+        host, _, _, *rest = metadata["address"]
+        return {**metadata, "address": [host, self.proxies[proxy].tcp_port, self.proxies[proxy].unix_path, *rest]}
 
     def proxy(self, index: int, verb: str, *arguments: Any) -> Any:
         return getattr(self.proxies[index], verb)(*arguments)
@@ -243,7 +243,7 @@ class Party:
         nbytes: int | None = None,
         deadline_s: float = 60.0,
     ) -> None:
-        """Read from, or write to, the peer's region number ``theirs`` (among those on its card), element by element."""
+        """Read from, or write to, the peer's region number ``theirs`` (in its metadata), element by element."""
         registration = self.regions[mine]
         assert registration is not None
         local, remote = registration.record, self.peers[peer].records[theirs]

@@ -85,14 +85,14 @@ class PhaseFixture:
         source = self._make_source("source", [self.lane], **self._options)
         source.fill(SEED)
         for phase, reader in self.readers.items():
-            source.meet(reader.card())
+            source.add_peer(reader.metadata())
             self._proxy_of(source, phase)
         return source
 
     def _proxy_of(self, source: Any, phase: Phase) -> None:
         proxy = source.open_proxy()
         assert proxy == self.number(phase)
-        self.readers[phase].meet(source.card(proxy))
+        self.readers[phase].add_peer(source.metadata(proxy))
 
     def replace_source(self) -> None:
         """Another incarnation of it, and all readers know."""
@@ -147,7 +147,7 @@ class PhaseFixture:
     def expect(self, outcome: str, by_s: float, *, but: dict[Phase, str] | None = None) -> None:
         """Every pull ends with ``outcome`` (those of ``but`` with theirs), all by then, and gives its blocks back.
 
-        The blocks of those that did not commit are painted at once: from then on they are somebody else's.
+        The blocks of those that did not commit are painted at once: from then on they are another owner's.
         """
         for phase, reader in self.readers.items():
             wanted = (but or {}).get(phase, outcome)

@@ -37,7 +37,7 @@ WRITE_TAIL: dict[str, Rule] = {
 }
 MOMENTS = {"first": 1, "middle": SIZE // 2 + 9, "last": SIZE - 1}
 NOT_OFFERED = ("connecting", "asked")
-"""Phases in which whoever is written to has not heard of it yet."""
+"""Phases in which the side that is written to has not heard of it yet."""
 
 
 def rules_of(lane: str, op: str) -> dict[str, Rule]:
@@ -92,7 +92,7 @@ class PostFixture:
                 self.remote.allocate(size)
                 party = self.near[phase] = make_near(phase, [lane], **options)
                 party.allocate(size)
-                self.remote.meet(party.card())
+                self.remote.add_peer(party.metadata())
                 if op == "READ":
                     self.remote.fill(SEED, region=number)
                 else:
@@ -100,10 +100,12 @@ class PostFixture:
                 if self.proxies_remote:
                     self.remote.open_proxy()
                 else:
-                    party.open_proxy(self.remote.card())
+                    party.open_proxy(self.remote.metadata())
             for number, (phase, party) in enumerate(self.near.items()):
-                card = self.remote.card(number) if self.proxies_remote else party.proxied(self.remote.card(), 0)
-                party.meet(card)
+                if self.proxies_remote:
+                    party.add_peer(self.remote.metadata(number))
+                else:
+                    party.add_peer(party.proxied(self.remote.metadata(), 0))
                 self.proxy(phase, "stop_at", *self.rules[phase])
             self.posted_s = time.monotonic()
             for number, (phase, party) in enumerate(self.near.items()):
@@ -197,11 +199,11 @@ class PostFixture:
         self.remote.close()
 
 
-# --- what may happen in each phase; each is a test of whoever makes the fixtures ---
+# --- what may happen in each phase; each is a test of the fixtures ---
 
 
 def cancel(fixture: PostFixture) -> None:
-    """Whoever cancels a write has its memory back at once, and what it puts there then may well be read."""
+    """The side that cancels a write has its memory back at once, and what it puts there then may well be read."""
     for phase, party in fixture.near.items():
         party.cancel(phase)
     fixture.expect("cancelled", time.monotonic())
@@ -210,7 +212,7 @@ def cancel(fixture: PostFixture) -> None:
 
 
 def deadline(fixture: PostFixture) -> None:
-    """Nobody loses patience before it passes, so that it finds every post in its phase."""
+    """No party loses patience before it passes, so that it finds every post in its phase."""
     by_s = fixture.posted_s + fixture.deadline_s
     fixture.expect("deadline", by_s)
     assert time.monotonic() >= by_s
@@ -243,7 +245,7 @@ def partition(fixture: PostFixture) -> None:
 
 
 def killed(fixture: PostFixture) -> None:
-    """The remote side: who has the bytes of a read, who fetches those of a write."""
+    """The remote side: the owner of the bytes of a read, the fetcher of those of a write."""
     fixture.remote.kill()
     killed_s = time.monotonic()
     fixture.expect("peer_gone", killed_s + RECONNECT_S)
@@ -267,7 +269,7 @@ def stopped(fixture: PostFixture) -> None:
 def lose_a_writer(
     lane: str, fault: str, rules: Mapping[str, Rule] | None = None, *, size: int = SIZE, element: int = ELEMENT
 ) -> None:
-    """Whoever is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
+    """The side that is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
     options: dict[str, Any] = {**GIVES_UP, "blocks": 1}
     rules = dict(rules_of(lane, "WRITE") if rules is None else rules)
     for phase in (*NOT_OFFERED, "done"):  # nothing is offered yet, or not any more
@@ -279,9 +281,9 @@ def lose_a_writer(
             party.allocate(size)
             writer.allocate(size)
             writer.fill(SEED, region=number)
-            party.meet(writer.card())
-            writer.open_proxy(party.card())
-            writer.meet(writer.proxied(party.card(), number))
+            party.add_peer(writer.metadata())
+            writer.open_proxy(party.metadata())
+            writer.add_peer(writer.proxied(party.metadata(), number))
             writer.proxy(number, "stop_at", *rules[phase])
         for number, phase in enumerate(parties):
             writer.post(phase, "WRITE", phase, number, 0, element=element)

@@ -45,9 +45,9 @@ class Remote:
         """Ask, and fetch the :meth:`answer` later."""
         self.send_to(self.name, name, arguments, options)
 
-    def send_to(self, who: str, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    def send_to(self, party: str, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([who, name, arguments, options]).encode() + b"\n")
+        self.process.stdin.write(json.dumps([party, name, arguments, options]).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:

@@ -13,14 +13,14 @@ from tests.support.faults.parties import Party
 def main() -> None:
     parties: dict[str, Party] = {}
     for line in sys.stdin:
-        who, name, arguments, options = json.loads(line)
+        party_name, name, arguments, options = json.loads(line)
         answer: dict[str, Any]
         try:
             if name == "open":
-                parties[who] = Party(who, *arguments, **options)
+                parties[party_name] = Party(party_name, *arguments, **options)
                 answer = {"result": None}
             else:
-                answer = {"result": getattr(parties[who], name)(*arguments, **options)}
+                answer = {"result": getattr(parties[party_name], name)(*arguments, **options)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")

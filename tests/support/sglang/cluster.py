@@ -96,8 +96,8 @@ class Cluster:
         """SGLang's idle loop checks that every page is accounted for, and says so where one is not."""
         for server in (self.prefill, self.decode):
             assert server.process is not None
-            assert server.process.poll() is None, server.last_words()
-            assert "memory leak" not in server.log.read_text(errors="replace").lower(), server.last_words()
+            assert server.process.poll() is None, server.last_lines()
+            assert "memory leak" not in server.log.read_text(errors="replace").lower(), server.last_lines()
 
 
 def answers_are_those_of_one(cluster: Cluster, url: str, lengths: Sequence[int], seed: int) -> None:
@@ -281,7 +281,7 @@ class Load:
             for task in self._tasks:
                 if task.done():
                     task.result()
-            assert time.monotonic() - begun_s < timeout_s, self.last_words()
+            assert time.monotonic() - begun_s < timeout_s, self.last_lines()
             await asyncio.sleep(0.02)
 
     async def computing(self, count: int, timeout_s: float) -> None:
@@ -291,7 +291,7 @@ class Load:
             now_s = time.monotonic()
             if sum(not one.prefill.ended_s and now_s - one.begun_s > MOMENT_S for one in self._under_way) >= count:
                 return
-            assert now_s - begun_s < timeout_s, self.last_words()
+            assert now_s - begun_s < timeout_s, self.last_lines()
             await asyncio.sleep(0.005)
 
     def told(self, role: str, lost_s: float) -> list[Leg]:
@@ -304,7 +304,7 @@ class Load:
         ]
         return [leg for leg in legs if leg.ended_s >= lost_s and not leg.is_done and not leg.gave_up]
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         return "\n".join(f"{one.rid} prefill {one.prefill} decode {one.decode}" for one in self.asked[-8:])
 
     async def _note(self, asked: Asked) -> None:

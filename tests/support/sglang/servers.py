@@ -67,12 +67,12 @@ class Process:
         assert self.process is not None
         begun_s = time.monotonic()
         while time.monotonic() - begun_s < READY_S:
-            assert self.process.poll() is None, f"{self.name} ended; {self.last_words()}"
+            assert self.process.poll() is None, f"{self.name} ended; {self.last_lines()}"
             with contextlib.suppress(requests.RequestException):
                 if requests.get(self.url + self._ready, timeout=2).status_code == 200:
                     return
             time.sleep(0.5)
-        raise AssertionError(f"{self.name} did not become ready; {self.last_words()}")
+        raise AssertionError(f"{self.name} did not become ready; {self.last_lines()}")
 
     def kill(self) -> None:
         """With all that it started."""
@@ -86,7 +86,7 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         return "\n  ".join([f"its log is {self.log}", *self.log.read_text(errors="replace").splitlines()[-25:]])
 
 

@@ -16,7 +16,7 @@ from tests.support.faults.parties import KEY, Party
 ANSWER_S = 10.0
 
 
-class Stranger:
+class HostilePeer:
     def __init__(self, name: str) -> None:
         self.ref = native.AgentRef(name, 1, os.urandom(16))
         self.endpoint = native.Endpoint(self.ref, native.EndpointLimits())
@@ -24,8 +24,8 @@ class Stranger:
         self.session = 0
         self.socket = socket.socket()
 
-    def card(self) -> dict[str, Any]:
-        """So that it is somebody whom the victim's coordinator named."""
+    def metadata(self) -> dict[str, Any]:
+        """So that the victim's coordinator has named it."""
         return {
             "ref": [self.ref.agent_id, self.ref.boot_nonce.hex()],
             "address": ["127.0.0.1", 0, "", "", []],
