@@ -126,7 +126,8 @@ def _called_tool(body: dict[str, Any], messages: Sequence[Any]) -> str:
         function = choice.get("function", choice)
         return str(function.get("name", "")) if isinstance(function, dict) else ""
     first = tools[0] if isinstance(tools[0], dict) else {}
-    name = str(first.get("function", first).get("name", ""))
+    function = first.get("function", first)
+    name = str(function.get("name", "")) if isinstance(function, dict) else ""
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     return name if choice == "required" or last.get("role") != "tool" else ""
 

@@ -22,7 +22,7 @@ from kvxfer.mock_engine.other_shapes import shape_of
 from kvxfer.mock_engine.responder import Responder
 from kvxfer.mock_engine.shape import TokenTotals, to_json
 from kvxfer.mock_engine.statistics import EngineCounts, EngineTimes
-from kvxfer.mock_engine.transfer_answers import nixl_params, prefilled_body
+from kvxfer.mock_engine.transfer_answers import decode_report, nixl_params, prefilled_body
 from kvxfer.openai.errors import RequestError
 
 
@@ -85,6 +85,7 @@ class MockExchange:
         self._fault = fault.kind if fault is not None else None
         if leg.part is LegPart.PREFILL and leg.dialect in (LegDialect.SGLANG, LegDialect.KVXFER):
             asked.max_tokens, asked.is_default_length = 1, False
+        self._check_length()
         self._choices = choices_of(asked)
         self._shape = shape_of(asked, self._choices, f"{asked.api.value}-{request_id}")
         holds = leg.part is LegPart.PREFILL
@@ -97,19 +98,24 @@ class MockExchange:
         self._task: asyncio.Task[None] | None = None
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_over = False
+        self._failure: KvxferError | None = None
+        """Why the prompt was computed here although its KV should have come."""
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._streams = asked.stream and not leg.answers_without_text
 
-    def _generation(self, choice: ChoiceText, holds: bool, is_remote: bool) -> MockGeneration:
-        prompt, most = choice.prompt.count, self._engine.most_tokens
-        if prompt + choice.count > most:
+    def _check_length(self) -> None:
+        """Before anything as long as the answer is made. Raises RequestError in vLLM's words."""
+        most, wanted = self._engine.most_tokens, self._asked.max_tokens
+        prompt = max(one.count for one in self._asked.prompts)
+        if prompt + wanted > most:
             raise RequestError(
-                f"This model's maximum context length is {most} tokens. However, you requested {choice.count} output "
-                f"tokens and your prompt contains {prompt} input tokens, for a total of {prompt + choice.count} "
-                "tokens.",
+                f"This model's maximum context length is {most} tokens. However, you requested {wanted} output tokens "
+                f"and your prompt contains {prompt} input tokens, for a total of {prompt + wanted} tokens.",
                 param="input_tokens",
             )
+
+    def _generation(self, choice: ChoiceText, holds: bool, is_remote: bool) -> MockGeneration:
         keys = self._engine.keys_for(choice, self._asked.salt)
         return MockGeneration(self, choice, keys, is_remote=is_remote, holds=holds)
 
@@ -128,7 +134,7 @@ class MockExchange:
     def start(self) -> None:
         """Begin. Raises DoesNotFitError where the engine can never hold it."""
         leg, engine = self._leg, self._engine
-        if self._streams and engine.options.kind in (EngineKind.ANY, EngineKind.VLLM):
+        if self._streams and self._sends_head_at_once():
             self._responder.begin()
         if leg.part is LegPart.PREFILL and leg.dialect is LegDialect.SGLANG:
             self._task = self._loop.create_task(self._after_readers())
@@ -139,6 +145,13 @@ class MockExchange:
             self._task = self._loop.create_task(self._fetch())
         else:
             self._run()
+
+    def _sends_head_at_once(self) -> bool:
+        """vLLM sends the head of a stream before its first token is there; SGLang and kvxfer's engine wait for it."""
+        kind, dialect = self._engine.options.kind, self._leg.dialect
+        if kind is EngineKind.ANY:
+            return dialect not in (LegDialect.SGLANG, LegDialect.KVXFER)
+        return kind is EngineKind.VLLM
 
     def client_left(self) -> None:
         """Nothing more can be answered: end, and free what is held."""
@@ -228,6 +241,7 @@ class MockExchange:
             self.fail(error)
             return
         engine.counts.recomputes += 1
+        self._failure = error
         for generation in self._generations:
             generation.sequence.remote_tokens = 0
         self._run()
@@ -295,8 +309,8 @@ class MockExchange:
 
     def _answer(self, framed: bytes, extra: dict[str, Any]) -> None:
         if self._leg.dialect is LegDialect.KVXFER and self._leg.part is LegPart.DECODE:
-            loaded = sum(generation.sequence.loaded_tokens for generation in self._generations)
-            extra = {**extra, "kvxfer": {"transfer": "remote" if loaded else "local", "loaded_tokens": loaded}}
+            blocks = -(-self._choices[0].prompt.count // self._engine.options.block_size)
+            extra = {**extra, "kvxfer": decode_report(self._leg, blocks, self._seconds(), self._failure)}
         totals = self._totals()
         self._over(self._choices[0].finish_reason)
         if self._streams:

@@ -48,11 +48,13 @@ def ids_of_text(text: str) -> bytes:
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids packed. Raises ValueError for a number that is no token id."""
     try:
-        packed = np.array(ids, np.int64)
-    except (OverflowError, TypeError, ValueError):
+        packed = np.array(ids)
+    except ValueError:  # lists of unequal length
         raise ValueError("token ids must be numbers") from None
-    if packed.ndim != 1 or (packed.size and not (packed.min() >= 0 and packed.max() <= ID_MAX)):
-        raise ValueError(f"token ids must be 0 to {ID_MAX}")
+    if not packed.size:
+        return b""
+    if packed.ndim != 1 or packed.dtype.kind not in "iu" or not (packed.min() >= 0 and packed.max() <= ID_MAX):
+        raise ValueError(f"token ids must be whole numbers from 0 to {ID_MAX}")
     return packed.astype("<u4").tobytes()
 
 

@@ -1,4 +1,4 @@
-"""What a prefill leg answers beside, or in place of, text: vLLM's transfer parameters, and kvxfer's usage and timings.
+"""What a leg answers beside, or in place of, text: vLLM's transfer parameters, kvxfer's usage, timings and report.
 
 Decides field names only.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvxfer.errors import KvxferError
 from kvxfer.mock_engine.generation import MockGeneration
 from kvxfer.mock_engine.holds import KvHold
 from kvxfer.mock_engine.legs import EngineLeg
@@ -45,4 +46,20 @@ def prefilled_body(
         "usage": {"prompt_tokens": sequence.prompt_tokens, "cached_tokens": sequence.cached_tokens},
         "timings": {"queue_s": 0.0, "prefill_s": round(took_s, 6), "ended_unix_s": time.time()},
         "transfer_id": leg.keys[0].partition(":")[2],
+    }
+
+
+def decode_report(leg: EngineLeg, blocks: int, total_s: float, failure: KvxferError | None) -> dict[str, Any]:
+    """The ``kvxfer`` object of a decode leg's answer."""
+    is_remote = failure is None
+    return {
+        "transfer_id": leg.keys[0].partition(":")[2],
+        "prefill": "remote" if is_remote else "local",
+        "reason": "remote" if is_remote else str(failure),
+        "blocks_moved": blocks if is_remote else 0,
+        "bytes_moved": 0,
+        "lane": "mock" if is_remote else None,
+        "failure": None if failure is None else failure.code,
+        "total_s": round(total_s, 6),
+        "ended_unix_s": time.time(),
     }

@@ -165,6 +165,7 @@ def test_generate_speaks_sglangs_words(fast: Engine) -> None:
         ("/v1/completions", {"prompt": "x", "stream": 1}, 400, "stream"),
         ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream=True"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 200000}, 400, "maximum context length is 131072"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1 << 60, "stop": "x"}, 400, "maximum context length"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "does not exist"),
         ("/v1/completions", {"prompt": "x", "kv_transfer_params": 1}, 400, "must be an object"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),

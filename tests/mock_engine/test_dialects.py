@@ -110,6 +110,8 @@ def test_kvxfer_both_legs_at_once(pair: Before, vllm: bool) -> None:
         lambda: decode.post("/v1/completions", {**body(Part.DECODE), "stream": True}),
     )
     assert (p.status, d.status, len(d.text)) == (200, 200, 24)
+    report = d.events[-2]["kvxfer"]
+    assert (report["transfer_id"], report["prefill"], report["failure"]) == (str(identity), "remote", None)
     if not vllm:
         assert p.json()["object"] == "kvxfer.prefill"
     pair.assert_computed_once(p.json()["usage"]["prompt_tokens"])
