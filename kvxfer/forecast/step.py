@@ -14,7 +14,7 @@ cached prefix counts as computed, except for the last token of a prompt, which g
                │  ▼                 │ │
                │ LOADING ──loaded───┼─┘   its blocks are reserved while another engine's KV comes
                └──── preempted ─────┘
-    abort: from any state to ENDED
+    abort: from any state to ENDED, also before add
 
 Decides which sequences a step computes and how many tokens of each. It must never know time (``cost`` says how long
 a step takes), what a token is, or where a sequence came from. A step has two halves, because time passes between them:
@@ -39,6 +39,8 @@ OwnerT = TypeVar("OwnerT")
 class StepPhase(enum.Enum):
     """Where a sequence is in the model."""
 
+    NEW = enum.auto()
+    """Not added yet."""
     WAITING = enum.auto()
     LOADING = enum.auto()
     RUNNING = enum.auto()
@@ -80,7 +82,7 @@ class StepSequence(Generic[OwnerT]):
     holds: bool = False
     """Its blocks stay in use after its last token, until :meth:`StepModel.release`."""
 
-    phase: StepPhase = StepPhase.WAITING
+    phase: StepPhase = StepPhase.NEW
     blocks: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
     """Tokens whose KV is in ``blocks``."""
@@ -181,6 +183,7 @@ class StepModel(Generic[OwnerT]):
                 f"blocks, and the engine has {self.limits.blocks}",
                 prompt_tokens=sequence.prompt_tokens,
             )
+        sequence.phase = StepPhase.WAITING
         self._waiting.append(sequence)
 
     def abort(self, sequence: StepSequence[OwnerT]) -> None:
@@ -194,7 +197,7 @@ class StepModel(Generic[OwnerT]):
         elif sequence.phase is StepPhase.HELD:
             self.release(sequence)
             return
-        else:
+        elif sequence.phase is StepPhase.ENDED:
             return
         self._finish(sequence)
 

@@ -80,7 +80,7 @@ class FixedPace:
             self._running -= 1
         elif sequence.phase is StepPhase.HELD:
             self._held -= self._blocks(generation)
-        if sequence.phase is not StepPhase.WAITING:
+        if sequence.phase is not StepPhase.NEW:
             self._used -= self._blocks(generation)
         sequence.phase = StepPhase.ENDED
 
