@@ -35,7 +35,8 @@ class MockEngine:
         self.options = options
         self.port = port
         self.role = options.role_of(index)
-        self.engine_id = str(uuid.UUID(int=options.seed << 64 | port << 16 | index))
+        self.engine_id = str(uuid.uuid4())
+        """Another one each time: an engine that replaces this one at its address is not this one."""
         self.counts = EngineCounts()
         self.times = EngineTimes()
         self.faults = FaultTable(options.seed + index)
@@ -47,8 +48,8 @@ class MockEngine:
         self.recorded: deque[dict[str, Any]] = deque(maxlen=options.record)
         self.connections = 0
         """Open connections."""
-        self.down: Callable[[MockFault], None] = lambda fault: None
-        """Close the port and every connection; set by the server."""
+        self.on_down: list[Callable[[MockFault], None]] = []
+        """What closes the engine's ports."""
         self._is_cached = options.pace is PaceKind.STEPS and options.prefix_caching
         self.most_tokens = options.max_model_len
         if options.pace is PaceKind.STEPS:
@@ -116,6 +117,11 @@ class MockEngine:
     def ended(self, exchange: MockExchange) -> None:
         """The request is over, whatever its end."""
         self.exchanges.discard(exchange)
+
+    def down(self, fault: MockFault) -> None:
+        """Close every port and connection, for ``delay_s`` or for good."""
+        for close in self.on_down:
+            close(fault)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, and say so."""

@@ -6,11 +6,13 @@ Decides which function answers a path. It must never know how an answer is made.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import socket
 from collections.abc import Callable
 
+from kvxfer.errors import KvxferError
 from kvxfer.mock_engine import admin, asked, plain_routes
 from kvxfer.mock_engine.asked import AskedAnswer
 from kvxfer.mock_engine.claims import CLAIM_PATH, RELEASE_PATH
@@ -18,16 +20,18 @@ from kvxfer.mock_engine.engine import MockEngine
 from kvxfer.mock_engine.exchange import MockExchange
 from kvxfer.mock_engine.faults import FaultKind, MockFault
 from kvxfer.mock_engine.http_protocol import MockConnection, MockRequest
-from kvxfer.mock_engine.legs import WHOLE_LEG, EngineLeg, LegPart, read_leg
+from kvxfer.mock_engine.legs import WHOLE_LEG, LegPart, read_leg
 from kvxfer.mock_engine.options import EngineKind, MockEngineOptions
 from kvxfer.mock_engine.responder import FaultyResponder, Responder, encoded_headers
 from kvxfer.mock_engine.shape import to_json
-from kvxfer.openai.errors import RequestError
+from kvxfer.openai.errors import RequestError, error_body, status_for
 
 log = logging.getLogger("kvxfer.mock_engine")
 
 Reader = Callable[[dict[str, object], MockEngineOptions], AskedAnswer]
 Route = Callable[[MockEngine, MockRequest, Responder], None]
+ErrorShape = Callable[[BaseException], tuple[int, bytes]]
+"""Status and body of an error."""
 
 BACKLOG = 4096
 RECORDED_BYTES_MAX = 1 << 18
@@ -89,11 +93,13 @@ class EnginePort:
         self.max_body_bytes = engine.options.max_body_bytes
         self._engines = engines
         self._listener = listener
+        self._port: int = listener.getsockname()[1]
+        self._numbers = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._connections: set[MockConnection] = set()
         self._loop = asyncio.get_running_loop()
         self._up: asyncio.Task[None] | None = None
-        engine.down = self.down
+        engine.on_down.append(self.down)
 
     async def listen(self) -> None:
         self._server = await self._loop.create_server(
@@ -108,7 +114,7 @@ class EnginePort:
 
     async def _come_up(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        self._listener = listening(self.engine.options.host, self.engine.port)
+        self._listener = listening(self.engine.options.host, self._port)
         await self.listen()
 
     def close(self) -> None:
@@ -136,7 +142,7 @@ class EnginePort:
     def serve(self, request: MockRequest, responder: Responder, connection: MockConnection) -> None:
         path, engine = request.path, self.engine
         if path.startswith("/mock/"):
-            self._guarded(lambda: self._serve_admin(request, responder), responder, WHOLE_LEG)
+            self._guarded(lambda: self._serve_admin(request, responder), responder, own_error)
             return
         if self.computes(path):
             engine.counts.requests += 1
@@ -172,14 +178,14 @@ class EnginePort:
         elif fault.kind in (FaultKind.LOAD, FaultKind.KEEP):
             self._dispatch(request, responder, fault)
         else:
-            faulty = FaultyResponder(connection, request.keep_alive, fault, self.down)
+            faulty = FaultyResponder(connection, request.keep_alive, fault, self.engine.down)
             connection.use(faulty)
             self._dispatch(request, faulty, None)
 
     def _dispatch(self, request: MockRequest, responder: Responder, fault: MockFault | None) -> None:
         path, kind = request.path, self.engine.options.kind
         if request.method == "POST" and path in ANSWERS and kind in ANSWERS[path][1]:
-            self._guarded(lambda: self._serve_answer(request, responder, fault), responder, WHOLE_LEG)
+            self._guarded(lambda: self._serve_answer(request, responder, fault), responder, self._error)
             return
         entry = COMPUTED.get(path) if request.method == "POST" else None
         entry = entry or SHOWN.get(path)
@@ -189,14 +195,16 @@ class EnginePort:
             status = 405 if path in ANSWERS or path in COMPUTED else 404
             responder.answer(status, to_json({"detail": "Not Found" if status == 404 else "Method Not Allowed"}))
             return
-        self._guarded(lambda: entry[0](self.engine, request, responder), responder, WHOLE_LEG)
+        self._guarded(lambda: entry[0](self.engine, request, responder), responder, self._error)
 
     def _serve_answer(self, request: MockRequest, responder: Responder, fault: MockFault | None) -> None:
         engine = self.engine
         body = request.json()
         request_id = request.header(b"x-request-id") or str(body.get("rid") or body.get("request_id") or "")
         request_id = request_id[:128] or secrets.token_hex(16)
-        leg = read_leg(body, engine.role, engine.options.kind, request_id)
+        # An engine's own id is never used twice, whatever its clients say.
+        own_id = f"{request_id}-{self._port}-{next(self._numbers)}"
+        leg = read_leg(body, engine.role, engine.options.kind, own_id)
         wanted = ANSWERS[request.path][0](body, engine.options)
         wanted.model = plain_routes.check_model(engine, wanted.model)
         exchange = MockExchange(engine, responder, wanted, leg, request_id, fault)
@@ -213,20 +221,28 @@ class EnginePort:
         else:
             raise RequestError(f"{request.method} {request.path} is not a route", status=404)
 
-    def _guarded(self, work: Callable[[], None], responder: Responder, leg: EngineLeg) -> None:
-        """Run ``work``; an error becomes the answer."""
+    def _error(self, error: BaseException) -> tuple[int, bytes]:
+        return self.engine.error_bytes(error, WHOLE_LEG)
+
+    def _guarded(self, work: Callable[[], None], responder: Responder, shape: ErrorShape) -> None:
+        """Run ``work``; an error becomes the answer, as ``shape`` writes it."""
         try:
             work()
         except Exception as error:
             if isinstance(error, RequestError):
                 self.engine.counts.refused += 1
-            else:
+            elif not isinstance(error, KvxferError):
                 log.exception("a request failed")
-            status, body = self.engine.error_bytes(error, leg)
+            status, body = shape(error)
             if responder.begun:
                 responder.end(b"")
             else:
                 responder.answer(status, body)
+
+
+def own_error(error: BaseException) -> tuple[int, bytes]:
+    """An error of the mock engine's own routes."""
+    return status_for(error), to_json(error_body(error))
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -190,6 +190,26 @@ def test_parameters_that_were_changed_get_no_blocks(pair_process: Mocks, field: 
     assert decode.post("/v1/completions", {**BODY, "kv_transfer_params": params}).status == 200
 
 
+def test_parameters_of_an_engine_that_was_replaced_get_no_blocks(pair_process: Mocks) -> None:
+    decode = pair_process.engines[1]
+    port = str(free_ports(1)[0])
+    with mocks("--ports", port, "--roles", "prefill", "--itl-ms", "0") as started:
+        params = started.engines[0].post("/v1/completions", {**BODY, **LEG_P}).json()["kv_transfer_params"]
+    with mocks("--ports", port, "--roles", "prefill", "--itl-ms", "0"):
+        answer = decode.post("/v1/completions", {**BODY, "kv_transfer_params": params})
+    assert (answer.status, b"no longer here" in answer.body) == (500, True)
+    answer = decode.post("/v1/completions", {**BODY, "kv_transfer_params": params})
+    assert (answer.status, b"cannot be reached" in answer.body) == (502, True)
+
+
+def test_two_prefills_under_one_request_id_are_two(pair_process: Mocks) -> None:
+    prefill, decode = pair_process.engines
+    made = [prefill.post("/v1/completions", {**BODY, **LEG_P}, x_request_id="same").json() for _ in range(2)]
+    for one in made:
+        body = {**BODY, "kv_transfer_params": one["kv_transfer_params"]}
+        assert decode.post("/v1/completions", body).status == 200
+
+
 def test_parameters_without_blocks_are_computed_silently_and_counted(pair_process: Mocks) -> None:
     decode = pair_process.engines[1]
     before = decode.statistics()
