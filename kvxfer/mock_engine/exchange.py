@@ -316,7 +316,10 @@ class MockExchange:
         if self._streams:
             self._responder.end(framed + self._shape.end(totals, extra if "kvxfer" in extra else {}))
         else:
-            if self._leg.part is LegPart.DECODE or self._asked.api is AnswerApi.COMPLETION:
+            if self._engine.options.kind is EngineKind.VLLM and self._asked.api in (
+                AnswerApi.COMPLETION,
+                AnswerApi.CHAT,
+            ):
                 extra = {"kv_transfer_params": None, **extra}
             self._responder.answer(200, self._shape.whole(totals, extra))
 
