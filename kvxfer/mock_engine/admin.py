@@ -19,8 +19,6 @@ from kvxfer.mock_engine.shape import to_json
 from kvxfer.openai.errors import RequestError, error_body, status_for
 
 CLAIM_WAIT_MAX_S = 3600.0
-_tasks: set[asyncio.Task[None]] = set()
-"""Claims that wait for a prefill."""
 
 
 def check_allowed(request: MockRequest) -> None:
@@ -104,8 +102,8 @@ def claim(engine: MockEngine, request: MockRequest, responder: Responder) -> Non
         raise RefusedError(f"engine {body.get('engine_id')!r:.60} is no longer here")
     blocks = tuple(ids) if isinstance(ids, list) else None
     task = asyncio.get_running_loop().create_task(_claim(engine, key, float(wait_s), blocks, responder))
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+    engine.readers.add(task)
+    task.add_done_callback(engine.readers.discard)
     request.on_gone = lambda: _cancel(task)
 
 

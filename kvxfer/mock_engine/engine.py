@@ -6,6 +6,7 @@ gives it requests, and ``server`` its port.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,8 @@ class MockEngine:
         self.pace: EnginePace = self._made_pace()
         self.holds = KvHolds(options.kv_lease_s, self.pace.stop)
         self.exchanges: set[MockExchange] = set()
+        self.readers: set[asyncio.Task[None]] = set()
+        """Claims of other processes that wait for a prefill here."""
         self.recorded: deque[dict[str, Any]] = deque(maxlen=options.record)
         self.connections = 0
         """Open connections."""
