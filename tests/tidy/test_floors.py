@@ -20,6 +20,7 @@ FLOORS = {
     "protocol": 3,
     "layout": 3,
     "policy": 4,
+    "forecast": 5,
     "clock": 6,
     "observe": 6,
     "open_files": 6,
@@ -36,6 +37,7 @@ FLOORS = {
     "router": 10,
     "connectors": 10,
     "engine": 10,
+    "mock_engine": 10,
     "cli": 11,
     "testing": 11,
 }

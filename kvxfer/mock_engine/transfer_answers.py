@@ -1,0 +1,65 @@
+"""What a leg answers beside, or in place of, text: vLLM's transfer parameters, kvxfer's usage, timings and report.
+
+Decides field names only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvxfer.errors import KvxferError
+from kvxfer.mock_engine.generation import MockGeneration
+from kvxfer.mock_engine.holds import KvHold
+from kvxfer.mock_engine.legs import EngineLeg
+
+
+def nixl_params(hold: KvHold, engine_id: str, host: str, port: int) -> dict[str, Any]:
+    """``kv_transfer_params`` of an answer, as vLLM's NixlConnector 0.32 gives them."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(hold.block_ids)],
+        "remote_engine_id": engine_id,
+        "remote_request_id": hold.key.removeprefix("nixl:"),
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": hold.tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": hold.generations[0].sequence.cached_tokens,
+    }
+
+
+def prefilled_body(
+    generation: MockGeneration, model: str, request_id: str, leg: EngineLeg, took_s: float
+) -> dict[str, Any]:
+    """The body with which kvxfer's own engine answers a prefill leg."""
+    sequence = generation.sequence
+    return {
+        "object": "kvxfer.prefill",
+        "id": request_id,
+        "model": model,
+        "usage": {"prompt_tokens": sequence.prompt_tokens, "cached_tokens": sequence.cached_tokens},
+        "timings": {"queue_s": 0.0, "prefill_s": round(took_s, 6), "ended_unix_s": time.time()},
+        "transfer_id": leg.keys[0].partition(":")[2],
+    }
+
+
+def decode_report(leg: EngineLeg, blocks: int, total_s: float, failure: KvxferError | None) -> dict[str, Any]:
+    """The ``kvxfer`` object of a decode leg's answer."""
+    is_remote = failure is None
+    return {
+        "transfer_id": leg.keys[0].partition(":")[2],
+        "prefill": "remote" if is_remote else "local",
+        "reason": "remote" if is_remote else str(failure),
+        "blocks_moved": blocks if is_remote else 0,
+        "bytes_moved": 0,
+        "lane": "mock" if is_remote else None,
+        "failure": None if failure is None else failure.code,
+        "total_s": round(total_s, 6),
+        "ended_unix_s": time.time(),
+    }
