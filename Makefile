@@ -194,7 +194,7 @@ stub: install
 # many at once as there are cores, from the kept corpus and from what earlier runs found here. The input that breaks one is kept in
 # build/fuzz. If clang or atheris is missing, a sentence says so, and make fails: .ci/fuzz says how `make nightly` recognizes a skip.
 CLANG = clang++
-FUZZERS = connection endpoint frames lists maps
+FUZZERS = connection endpoint frames json lists maps
 fuzz: native $(VENV)/.installed-fuzz
 	@case "$(SECONDS)" in ''|*[!0-9]*|0*) echo "SECONDS=$(SECONDS): a whole number of seconds, for each target" >&2; exit 2;; esac
 	@CLANG=$(CLANG) PY=$(PY) .ci/fuzz $(SECONDS) $(FUZZERS)

@@ -5,7 +5,9 @@
     KvxferError
     ├── UsageError                  the call was wrong; fix the caller
     │   ├── InvalidArgumentError         a value is out of range or of the wrong kind
-    │   │   └── DoesNotFitError          a request takes more tokens than this worker, or any worker, holds
+    │   │   ├── DoesNotFitError          a request takes more tokens than this worker, or any worker, holds
+    │   │   └── InvalidJsonError         a body is not a JSON object; says where and what is wrong
+    │   │       └── JsonTooComplexError  it passes a bound: of depth, members, or digits of an integer
     │   ├── ConfigError             a setting, flag, file or environment variable is wrong
     │   ├── BlocksBusyError              blocks are reserved, granted or quarantined already
     │   ├── LimitExceededError           a stated bound (queue, list, count) would be passed
@@ -69,6 +71,22 @@ class DoesNotFitError(InvalidArgumentError):
         super().__init__(message)
         self.field = field
         self.prompt_tokens = prompt_tokens
+
+
+class InvalidJsonError(InvalidArgumentError):
+    """A body is not a JSON object. ``offset`` is the byte at which that shows, where it is known."""
+
+    code = "invalid_json"
+
+    def __init__(self, message: str, *, offset: int | None = None) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+class JsonTooComplexError(InvalidJsonError):
+    """A body may be JSON, but is nested deeper, or has more members or longer integers, than is looked at."""
+
+    code = "json_too_complex"
 
 
 class ConfigError(UsageError):

@@ -1776,6 +1776,85 @@ def cma_missing_calls() -> str:
     Why this process cannot make the system calls of the `cma` lane (process_vm_readv, pidfd_open); empty: it can.
     """
 
+class JsonKind(enum.Enum):
+    STRING = 0
+
+    NUMBER = 1
+
+    OBJECT = 2
+
+    ARRAY = 3
+
+    TRUE = 4
+
+    FALSE = 5
+
+    NULL = 6
+
+class JsonScan:
+    """
+    A JSON object that was looked at once. Of a name that occurs more than once the last occurrence counts.
+    """
+
+    @property
+    def body(self) -> bytes: ...
+
+    @property
+    def open(self) -> int:
+        """The offset of the object's brace."""
+
+    def __len__(self) -> int:
+        """How many members there are, each occurrence of a name counted."""
+
+    def kind(self, name: str) -> JsonKind | None:
+        """The kind of a field's value; None where the body has no such field."""
+
+    def span(self, name: str) -> tuple[int, int] | None:
+        """
+        Where a field's value begins and ends; None where the body has no such field.
+        """
+
+    def scalar(self, name: str) -> str | int | float | bool | None:
+        """
+        The value of a field that is a string, a number, true or false; None where it is null or absent. InvalidArgumentError for others.
+        """
+
+    def members(self) -> list[tuple[str, JsonKind, tuple[int, int], tuple[int, int]]]:
+        """
+        Every member in the body's order: decoded name, kind, and where its key and its value begin and end.
+        """
+
+    def without(self, names: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
+        """
+        The ranges of the body that stay when every occurrence of the named members goes, the first one from behind the object's brace; and
+        whether any member stays.
+        """
+
+class JsonFields:
+    """Names of members to look for in JSON objects, prepared once."""
+
+    def __init__(self, names: Sequence[str]) -> None: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def scan(self, body: bytes) -> JsonScan:
+        """
+        Validates the whole body and finds its members, without the GIL where it is longer than JSON_HELD_GIL_BYTES. Raises InvalidJsonError
+        with the offset of the first wrong byte, JsonTooComplexError where a bound is passed.
+        """
+
+def check_json(text: bytes) -> None:
+    """Raises InvalidArgumentError unless `text` is one JSON value."""
+
+JSON_DEPTH_MAX: int = 512
+
+JSON_MEMBERS_MAX: int = 1024
+
+JSON_INTEGER_DIGITS_MAX: int = 4300
+
+JSON_HELD_GIL_BYTES: int = 16384
+
 class UcxProbe:
     """What a UCX library can do on this host."""
 

@@ -67,6 +67,7 @@ void bind_frames(nb::module_& m);
 #ifndef KVXFER_SEEDED_BUGS
 void bind_core(nb::module_& m);   // the IO half, in bind_core.cpp
 void bind_lanes(nb::module_& m);  // what lanes tell beside the core, in bind_lanes.cpp
+void bind_scan(nb::module_& m);   // the JSON scanner, in bind_scan.cpp
 void bind_ucx(nb::module_& m);    // what a UCX library can do here, in bind_ucx.cpp
 #endif
 

@@ -463,6 +463,7 @@ void bind_core(nb::module_& m) {
   bind_prepared_post(m);
   bind_core_class(m);
   bind_lanes(m);
+  bind_scan(m);
   bind_ucx(m);
 }
 

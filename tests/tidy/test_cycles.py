@@ -19,7 +19,7 @@ PACKAGE = pathlib.Path(kvxfer.__file__).parent
 NATIVE = pathlib.Path(__file__).resolve().parents[2] / "kvxfer" / "_native"
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
-NATIVE_FLOORS = {"machines": 0, "memory": 1, "lanes": 2, "io": 3, "bindings": 4, "fuzz": 4}
+NATIVE_FLOORS = {"machines": 0, "memory": 1, "lanes": 2, "io": 3, "scan": 0, "bindings": 4, "fuzz": 4}
 """Rooms of the native core. ``bindings`` are the files beside the rooms."""
 
 Graph = Mapping[str, set[str]]
