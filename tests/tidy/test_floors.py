@@ -45,7 +45,10 @@ PURE_FLOOR = 5
 """Floors up to this one decide purely: standard library and numpy, and none of IMPURE."""
 IMPURE = {"time", "random", "asyncio", "logging", "os", "socket", "threading", "subprocess", "secrets", "datetime"}
 EDGE_FLOOR = 9
-EDGE_ONLY = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "h11", "httpx", "vllm", "sglang"}
+EDGE_ONLY = {
+    *("torch", "transformers", "fastapi", "starlette", "uvicorn", "uvloop", "h11", "httptools", "httpx"),
+    *("vllm", "sglang"),
+}
 """Packages that only floors from EDGE_FLOOR upward may import."""
 NEVER = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

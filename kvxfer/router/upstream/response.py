@@ -1,0 +1,177 @@
+"""The consumer's end of one answer: status, headers, and the body as it comes.
+
+It decides when the consumer waits and when the engine has to. It must never know sockets or HTTP: bytes, the end and
+errors are told to it, and it asks its link to pause, to resume and to give up.
+
+A consumer takes the body in one of three ways: ``async for``, ``read(limit)``, or ``pipe(write)``, which calls
+``write`` from within the read of the socket, without a task that wakes up for each chunk. Leaving ``async with`` gives
+up what has not come yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import math
+from collections.abc import Callable
+from typing import Protocol, Self
+
+from kvxfer.errors import UsageError
+from kvxfer.router.upstream.errors import UpstreamTooLargeError
+from kvxfer.router.upstream.limits import UpstreamPhase
+
+
+class ResponseLink(Protocol):
+    """What an answer asks of the connection that it comes by."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def redirect(self, emit: Callable[[bytes], object]) -> None: ...
+    def give_up(self) -> None: ...
+
+
+class UpstreamResponse:
+    __slots__ = (
+        *("_chunks", "_error", "_is_held", "_is_over", "_link", "_waiter"),
+        *("address", "has_head", "headers", "is_piped", "status", "taken"),
+    )
+
+    def __init__(self, link: ResponseLink, address: str) -> None:
+        self._link: ResponseLink | None = link
+        self._chunks: collections.deque[bytes] = collections.deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._is_held = False
+        self.address = address
+        self.has_head = False
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        """As the engine wrote them, in its order; ``headers`` of interim answers and trailers are not among them."""
+        self.is_piped = False
+        self.taken: float = 0
+        """Body bytes that the consumer has. Infinite once the body is piped: then nothing waits here."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._chunks:
+            if self._is_over:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            await self._wait()
+        return self._take()
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body, of at most ``limit`` bytes; a longer one is given up."""
+        chunks = []
+        size = 0
+        async for chunk in self:
+            size += len(chunk)
+            if size > limit:
+                self.abort()
+                text = f"the answer has more than {limit} bytes"
+                raise UpstreamTooLargeError(text, address=self.address, phase=UpstreamPhase.BODY)
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def pipe(self, write: Callable[[bytes], object]) -> None:
+        """Hands every chunk to ``write`` and returns when the body is over.
+
+        ``write`` may call ``pause`` (at most one more read of the socket follows), ``resume`` and ``abort``. What it
+        raises ends the request, and is raised here.
+        """
+        while self._chunks or not (self._is_over or self.is_piped):
+            if self._is_held:
+                await self._wait()
+            elif self._chunks:
+                try:
+                    write(self._take())
+                except BaseException:
+                    self.abort()
+                    raise
+            elif self._link is not None:
+                self.is_piped = True
+                self.taken = math.inf
+                self._link.redirect(write)
+        while not self._is_over:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """The consumer takes no more for now. The engine is held up once the buffers between are full."""
+        self._is_held = True
+        if self._link is not None:
+            self._link.pause()
+
+    def resume(self) -> None:
+        self._is_held = False
+        self.wake()
+        if self._link is not None:
+            self._link.resume()
+
+    def abort(self) -> None:
+        """Gives up what has not come yet: the connection is closed. Nothing happens where the answer is over."""
+        if self._link is not None:
+            self._link.give_up()
+
+    async def wait_for_head(self) -> None:
+        """What ``UpstreamPool.request`` waits for."""
+        while not self.has_head:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    def receive(self) -> Callable[[bytes], object]:
+        """Where the connection puts chunks until they are piped."""
+        return self._chunks.append
+
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.headers = headers
+        self.has_head = True
+        self.wake()
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing more comes; chunks that came before are still read."""
+        self._error = error
+        self._is_over = True
+        self._link = None
+        self.wake()
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _take(self) -> bytes:
+        chunk = self._chunks.popleft()
+        self.taken += len(chunk)
+        if self._link is not None and not self._is_held:
+            self._link.resume()
+        return chunk
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise UsageError("an answer has one reader")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._waiter = None
