@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterable
 
 from starlette.requests import Request
 
@@ -48,14 +49,34 @@ class Bodies:
         return self._held
 
     async def read(self, request: Request) -> bytes:
-        """The whole body.
+        """The whole body of an ASGI request, as :meth:`read_chunks` reads it."""
+        self.check_declared(request.headers.get("content-length", "0"))
+        return await self.read_chunks(request.stream())
+
+    def check_declared(self, length: str) -> None:
+        """Raise RequestError where a body of that content-length is not read, ClosedError after :meth:`close`."""
+        if self._is_closed:
+            raise _stopping()
+        bytes_max = self._limits.max_body_bytes
+        if length.isdecimal() and (len(length) > LENGTH_DIGITS_MAX or int(length) > bytes_max):
+            raise self._too_long()
+
+    def whole(self, body: bytes) -> bytes:
+        """A body that has come already. It waits for no client, so it needs no budget and no clock."""
+        if self._is_closed:
+            raise _stopping()
+        if len(body) > self._limits.max_body_bytes:
+            raise self._too_long()
+        return body
+
+    async def read_chunks(self, chunks: AsyncIterable[bytes]) -> bytes:
+        """The whole body whose bytes ``chunks`` gives.
 
         Raises RequestError (408, 413), OverloadedError where the budget is used up and this body is being read for
-        longest, ClosedError after :meth:`close`, and starlette's ClientDisconnect where the client left amid it.
+        longest, ClosedError after :meth:`close`, and what ``chunks`` raises where the client left amid it.
         """
         if self._is_closed:
             raise _stopping()
-        self._check_declared(request.headers.get("content-length", "0"))
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._limits.body_timeout_s
         clock = asyncio.timeout_at(min(end_s, loop.time() + self._limits.body_stall_s))
@@ -63,7 +84,7 @@ class Bodies:
         self._reading[body] = None
         try:
             async with clock:
-                async for chunk in request.stream():
+                async for chunk in chunks:
                     self._take(body, chunk, loop.time())
         except TimeoutError:
             raise (body.refusal or self._late(body, loop.time())) from None
@@ -78,11 +99,6 @@ class Bodies:
         self._is_closed = True
         for body in tuple(self._reading):
             self._refuse(body, _stopping())
-
-    def _check_declared(self, declared: str) -> None:
-        bytes_max = self._limits.max_body_bytes
-        if declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > bytes_max):
-            raise self._too_long()
 
     def _too_long(self) -> RequestError:
         return RequestError(f"the body is longer than max_body_bytes {self._limits.max_body_bytes}", status=413)

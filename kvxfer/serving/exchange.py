@@ -1,24 +1,32 @@
-"""One request of a client and its answer, below ASGI: the seam between an HTTP server and a handler that must be cheap.
+"""One request of a client and its answer, below ASGI: the seam between an HTTP server and a cheap handler.
 
-A handler gets a :class:`ClientExchange` when the request's head is there. It writes the answer with plain calls, so that
-a chunk of a stream costs no task, no future and no message. Decides the order in which a handler may call; it must never
-know what a request is about.
+A handler gets a :class:`ClientExchange` when the request's head is there. It writes the answer with plain calls, so
+that a chunk of a stream costs no task, no future and no message. Decides the order in which a handler may call; it must
+never know what a request is about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from kvxfer.errors import KvxferError
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case, in the order in which they came."""
 
 
-class ClientExchange(Protocol):
-    """What both implementations give: `serving.protocol` (on the socket) and `serving.asgi_exchange` (over ASGI).
+class ClientGoneError(KvxferError):
+    """The client left before its request was whole. It is no error of a handler: what leaves one is not logged."""
 
-    An answer is either ``respond``, or ``start``, any number of ``write``, ``end``. Calls after the end, and calls after
-    the client has left, do nothing.
+    code: ClassVar[str] = "client_gone"
+
+
+class ClientExchange(Protocol):
+    """What both implementations give: `serving.direct` (on the socket) and `serving.asgi_exchange` (over ASGI).
+
+    An answer is either ``respond``, or ``start``, any number of ``write``, ``end``. Calls after the end, and calls
+    after the client has left, do nothing.
     """
 
     method: str
@@ -31,7 +39,8 @@ class ClientExchange(Protocol):
     """The client's address, for logs."""
 
     on_gone: Callable[[], None] | None
-    """Called once where the client leaves, or its connection is cut, before the answer has ended."""
+    """Called once where the client leaves, or its connection is cut, before the answer has ended: soon, if that is so
+    already. Not called for the handler's own ``abort``."""
     on_pause: Callable[[], None] | None
     """Called where the client reads more slowly than the answer is written: at once if that is already so."""
     on_resume: Callable[[], None] | None
@@ -74,7 +83,9 @@ class ClientExchange(Protocol):
         """Cut the connection: the answer cannot be ended well."""
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until the client has taken what was written, or has left. False after ``timeout_s``."""
+        """Wait until the client has taken what was written, but for a bounded rest (as for ``on_resume``), or has left.
+        False after ``timeout_s``.
+        """
 
 
 ExchangeHandler = Callable[[ClientExchange], Awaitable[None]]

@@ -18,8 +18,9 @@ from kvxfer.errors import ConfigError
 from kvxfer.serving.accepting import Acceptor
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.connections import Connections
+from kvxfer.serving.exchange import FindHandler
 from kvxfer.serving.limits import ServingLimits
-from kvxfer.serving.protocol import Connection
+from kvxfer.serving.protocol import Connection, ConnectionContext
 
 BACKLOG = 2048
 """Connections that wait in the kernel while none is accepted."""
@@ -36,6 +37,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is accepted inherits it
             listener.bind(address)
             listener.listen(BACKLOG)
             listener.setblocking(False)
@@ -79,9 +81,17 @@ class HttpServer:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: ASGIApp, listener: socket.socket, limits: ServingLimits, bodies: Bodies, *, connections_max: int, name: str
+    app: ASGIApp,
+    listener: socket.socket,
+    limits: ServingLimits,
+    bodies: Bodies,
+    *,
+    connections_max: int,
+    name: str,
+    find_handler: FindHandler | None = None,
 ) -> AsyncIterator[HttpServer]:
-    """Serve ``app`` on ``listener`` within the block; ``name`` is the task's.
+    """Serve ``app`` on ``listener`` within the block; ``name`` is the task's. A request for which ``find_handler``
+    gives a handler goes to that instead.
 
     At the end of the block the server accepts no more connections and refuses unfinished ``bodies``; answers under way
     get STOP_GRACE_S. Raises the error that ended the server.
@@ -96,18 +106,21 @@ async def serving(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=STOP_GRACE_S,
     )
     server = _UvicornServer(config)
     connections = Connections(connections_max)
 
-    def new_connection() -> Connection:
-        return Connection(
-            config, server.server_state, connections=connections, header_timeout_s=limits.header_timeout_s
-        )
-
-    acceptor = Acceptor(listener, connections, new_connection)
+    context = ConnectionContext(
+        app,
+        server.server_state,
+        connections,
+        bodies,
+        header_timeout_s=limits.header_timeout_s,
+        keepalive_s=KEEPALIVE_S,
+        find_handler=find_handler,
+    )
+    acceptor = Acceptor(listener, connections, lambda: Connection(context))
     running = asyncio.create_task(server.serve(sockets=[]), name=name)
     http = HttpServer(running, connections)
     try:

@@ -45,8 +45,16 @@ class LingeringTransport:
 
     def write(self, data: bytes) -> None:
         """As the transport's own; what is written after :meth:`close` goes nowhere."""
-        if not self.is_closing():
+        if not (self._is_closing or self._inner.is_closing()):
             self._inner.write(data)
+
+    def pause_reading(self) -> None:
+        if not self.is_closing():
+            self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_closing():
+            self._inner.resume_reading()
 
     def close(self) -> None:
         """Send what was written, then close; read on before that where the client may still be sending."""
@@ -61,7 +69,7 @@ class LingeringTransport:
             self._inner.resume_reading()
             try:
                 self._inner.write_eof()
-            except OSError:  # the client has reset it
+            except (OSError, RuntimeError):  # the client has reset it
                 self._inner.abort()
         else:
             self._inner.close()

@@ -5,7 +5,7 @@ A target says what must hold of a value too: it can be written again, passed on,
 
 from __future__ import annotations
 
-from tests.fuzz.python_targets import control, nixl, serving, sglang
+from tests.fuzz.python_targets import control, http_requests, nixl, serving, sglang
 from tests.fuzz.python_targets.samples import Target
 
-TARGETS: dict[str, Target] = nixl.TARGETS | control.TARGETS | serving.TARGETS | sglang.TARGETS
+TARGETS: dict[str, Target] = nixl.TARGETS | control.TARGETS | http_requests.TARGETS | serving.TARGETS | sglang.TARGETS
