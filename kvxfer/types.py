@@ -132,6 +132,10 @@ class AgentRef:
     agent_id: str
     incarnation: Incarnation
 
+    def __hash__(self) -> int:
+        """Of the name alone: a name has few incarnations, and a string keeps its hash."""
+        return hash(self.agent_id)
+
     def __str__(self) -> str:
         return f"{self.agent_id}#{self.incarnation}"
 

@@ -47,11 +47,17 @@ class Capacity:
 
     def holds_prompt(self, need: Need) -> bool:
         """Whether it could compute the prompt for another worker. Engines ask for one token of answer even then."""
-        return self.holds(dataclasses.replace(need, answer_tokens=1))
+        return self._holds(need.prompt_tokens + 1)
 
     def holds(self, need: Need) -> bool:
         """Whether it could compute the prompt and the answer."""
-        whole = need.prompt_tokens + need.answer_tokens
+        return self._holds(need.prompt_tokens + need.answer_tokens)
+
+    def holds_answer(self, need: Need) -> bool:
+        """Whether the answer alone would fit."""
+        return self._holds(need.answer_tokens)
+
+    def _holds(self, whole: int) -> bool:
         return not (
             (self.context_tokens is not None and whole > self.context_tokens)
             or (self.pool_tokens is not None and whole - 1 > self.pool_tokens)

@@ -6,7 +6,7 @@ lies between the two. Pick: the cheapest; equals are told apart by a number that
 snapshot and the same number give the same answer. It must never know a clock, a socket or how a request reaches a
 worker.
 
-A worker put aside (it lately refused a connection) is tried last: as a decoder only where no other is left, as a
+A worker that is the last choice (it is ejected) is tried last: as a decoder only where no other is left, as a
 prefiller only where the decoder must not compute the prompt itself.
 """
 
@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import DoesNotFitError, NoWorkerError
 from kvxfer.layout.convertible import is_convertible
 from kvxfer.policy.capacity import ANY, Capacity, Need, capacity_of
-from kvxfer.types import CompatibilityRecord, Exposure, Member
+from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Member
 
 SHORTLIST = 8
 """Cheapest workers of each part whose pairs are compared; the cheapest of each host and kind of pools join them."""
@@ -44,26 +45,36 @@ class PlaceReason(enum.StrEnum):
     NOT_WANTED = "not_wanted"
     NO_PREFILL_WORKER = "no_prefill_worker"
     ONLY_ITSELF = "only_itself"
-    PREFILL_ASIDE = "prefill_aside"
+    PREFILL_EJECTED = "prefill_ejected"
     PREFILL_TOO_SMALL = "prefill_too_small"
     INCOMPATIBLE_POOLS = "incompatible_pools"
     WEIGHTS_UNKNOWN = "weights_unknown"
+    PAIR_EJECTED = "pair_ejected"
+    """Every pair that there is lately failed, while its ends work with others."""
+    ENGINE_ALONE = "engine_alone"
+    """The engine that is chosen takes no part in pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One member with what this router knows of it: its own requests in flight there, and whether it is put aside."""
+    """One member with what this router knows of it: its requests in flight there, and whether it is the last choice."""
 
     member: Member
     prefill_inflight: int = 0
     decode_inflight: int = 0
-    is_aside: bool = False
+    is_last_choice: bool = False
     ranks: int = 1
     """Agents of its engine, each with an equal share of the heads; ``member`` is the first of them."""
     clips_answers: bool = False
     """Whether its engine ends an answer where its context does, rather than refuse to begin it."""
     known_capacity: Capacity | None = None
     """``capacity_of(member)``, where the caller knows it already."""
+    share: float = 1.0
+    """Of the work that it would get otherwise: less in a slow start, and the less the worse where it is ejected."""
+    is_alone: bool = False
+    """Whether its engine always computes the prompt itself, and none for another."""
+    aliases: frozenset[str] = frozenset()
+    """Other names of models that it serves."""
 
     @property
     def agent_id(self) -> str:
@@ -72,6 +83,9 @@ class Candidate:
     @property
     def capacity(self) -> Capacity:
         return self.known_capacity or capacity_of(self.member)
+
+    def serves(self, model: str) -> bool:
+        return self.member.info.model == model or model in self.aliases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +109,7 @@ def prefill_cost(candidate: Candidate) -> float:
     """Work waiting at a prefiller: requests (the greater of its own count and ours) and queued prompt tokens."""
     load = candidate.member.load
     inflight = max(candidate.prefill_inflight + candidate.decode_inflight, load.running_requests + load.queued_requests)
-    return inflight + load.queued_prefill_tokens / PREFILL_TOKENS_PER_REQUEST
+    return _of_share(inflight + load.queued_prefill_tokens / PREFILL_TOKENS_PER_REQUEST, candidate.share)
 
 
 def decode_cost(candidate: Candidate) -> float:
@@ -103,7 +117,12 @@ def decode_cost(candidate: Candidate) -> float:
     load = candidate.member.load
     inflight = max(candidate.prefill_inflight + candidate.decode_inflight, load.running_requests + load.queued_requests)
     used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-    return inflight + min(1.0, max(0.0, used)) ** 2
+    return _of_share(inflight + min(1.0, max(0.0, used)) ** 2, candidate.share)
+
+
+def _of_share(cost: float, share: float) -> float:
+    """What ``cost`` is at a worker that is to carry only ``share`` of what another carries at the same cost."""
+    return cost if share == 1.0 else (cost + 1.0) / share - 1.0
 
 
 def is_placeable(candidate: Candidate, *, model: str | None = None) -> bool:
@@ -113,7 +132,7 @@ def is_placeable(candidate: Candidate, *, model: str | None = None) -> bool:
         bool(member.info.http_url)
         and not member.is_suspect
         and not member.is_draining
-        and (model is None or member.info.model == model)
+        and (model is None or candidate.serves(model))
     )
 
 
@@ -133,9 +152,13 @@ def have_unknown_weights(source: Member, destination: Member) -> bool:
 def are_compatible(source: Candidate, destination: Candidate) -> bool:
     """Whether both speak the same dialect, and some pool of one can be read into some pool of the other, or be made
     into it."""
+    return _can_read(source, destination, has_equal_pools=have_equal_pools(source.member, destination.member))
+
+
+def _can_read(source: Candidate, destination: Candidate, *, has_equal_pools: bool) -> bool:
     if source.member.info.dialect != destination.member.info.dialect:
         return False
-    return have_equal_pools(source.member, destination.member) or any(
+    return has_equal_pools or any(
         is_convertible(ours, theirs, ranks=destination.ranks, sources=source.ranks)
         for ours in destination.member.pools
         for theirs in source.member.pools
@@ -169,20 +192,23 @@ def place(
     excluded: frozenset[str] = frozenset(),
     avoided: frozenset[str] = frozenset(),
     cost_between: Callable[[Member, Member], float] = transfer_cost,
+    ejected_pairs: frozenset[tuple[AgentRef, AgentRef]] = frozenset(),
 ) -> Placement:
     """Choose the pair for one request.
 
-    ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as put aside.
+    ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as a last choice.
+    ``ejected_pairs`` (prefill, decode) are taken only where the decoder must not compute the prompt itself and there is
+    no other pair.
     ``tie_break`` is any int drawn by the caller. Raises NoWorkerError where no decoder is left, or where the prompt may
     not be computed by the decoder and no other worker can; DoesNotFitError where none that is known is large enough, be
     it busy, suspect, draining or excluded.
     """
     # known: every worker of the model; usable: those of them that take new work; able: those that are large enough.
-    known = [c for c in candidates if c.member.info.model == model and c.member.info.http_url]
+    known = [c for c in candidates if c.serves(model) and c.member.info.http_url]
     usable = sorted(
         (c for c in known if c.agent_id not in excluded and is_placeable(c, model=model)), key=lambda c: c.agent_id
     )
-    usable = [dataclasses.replace(c, is_aside=True) if c.agent_id in avoided else c for c in usable]
+    usable = [dataclasses.replace(c, is_last_choice=True) if c.agent_id in avoided else c for c in usable]
     decoders = [c for c in usable if c.member.info.role.can_decode]
     known_decoders = [c for c in known if c.member.info.role.can_decode]
     able_decoders = _able(known_decoders, can_decode, sizes.need, sizes.too_small_to_decode)
@@ -191,29 +217,37 @@ def place(
     decoders = _among(decoders, able_decoders)
     if not decoders:
         raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
-    decoders = [c for c in decoders if not c.is_aside] or decoders
+    decoders = [c for c in decoders if not c.is_last_choice] or decoders
     decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
     if not wants_remote_prefill and allows_local_prefill:
         return Placement(None, decoders[0].member, PlaceReason.NOT_WANTED)
+    alone = next((c for c in decoders if c.is_alone), None)
 
-    prefillers = [c for c in usable if c.member.info.role.can_prefill]
-    known_prefillers = [c for c in known if c.member.info.role.can_prefill]
+    prefillers = [c for c in usable if c.member.info.role.can_prefill and not c.is_alone]
+    known_prefillers = [c for c in known if c.member.info.role.can_prefill and not c.is_alone]
     able_prefillers = _able(known_prefillers, can_prefill, sizes.need, sizes.too_small_to_prefill)
     local_reason = PlaceReason.NO_PREFILL_WORKER
     if prefillers:
         prefillers = _among(prefillers, able_prefillers)
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
-    if prefillers and all(c.is_aside for c in prefillers) and allows_local_prefill:
-        return Placement(None, decoders[0].member, PlaceReason.PREFILL_ASIDE)
-    prefillers = [c for c in prefillers if not c.is_aside] or prefillers
+    if prefillers and all(c.is_last_choice for c in prefillers) and allows_local_prefill:
+        return Placement(None, decoders[0].member, PlaceReason.PREFILL_EJECTED)
+    prefillers = [c for c in prefillers if not c.is_last_choice] or prefillers
     prefillers = [c for c in prefillers if can_prefill(c, sizes.likely)] or prefillers
     prefillers = _by_cost(prefillers, prefill_cost, tie_break // max(1, len(decoders)))
-    if prefillers:
-        pair, local_reason = _best_pair(prefillers, decoders, cost_between)
-        if pair is not None:
-            return Placement(pair[0], pair[1], PlaceReason.REMOTE)
+    paired = [c for c in decoders if not c.is_alone]
+    if prefillers and paired:
+        best, local_reason = _best_pair(prefillers, paired, cost_between, ejected_pairs)
+        if best is None and ejected_pairs and alone is None and not allows_local_prefill:
+            best, local_reason = _best_pair(prefillers, paired, cost_between, frozenset())
+        if best is not None:
+            if alone is not None and decode_cost(alone) <= best[0]:
+                return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
+            return Placement(best[1], best[2], PlaceReason.REMOTE)
+    if alone is not None and (alone is decoders[0] or not allows_local_prefill):
+        return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
     if not allows_local_prefill:
         if known_prefillers and not able_prefillers:
             raise _does_not_fit(known_prefillers, model, sizes.need)
@@ -231,7 +265,7 @@ def can_decode(candidate: Candidate, need: Need) -> bool:
     capacity = candidate.capacity
     if not candidate.clips_answers:
         return capacity.holds(need)
-    return capacity.holds_prompt(need) and capacity.holds(dataclasses.replace(need, prompt_tokens=0))
+    return capacity.holds_prompt(need) and capacity.holds_answer(need)
 
 
 def _able(
@@ -276,26 +310,33 @@ def _best_pair(
     prefillers: Sequence[Candidate],
     decoders: Sequence[Candidate],
     cost_between: Callable[[Member, Member], float],
-) -> tuple[tuple[Member, Member] | None, PlaceReason]:
+    ejected_pairs: frozenset[tuple[AgentRef, AgentRef]],
+) -> tuple[tuple[float, Member, Member] | None, PlaceReason]:
     reason = PlaceReason.ONLY_ITSELF
     best: tuple[float, Member, Member] | None = None
-    sources = _shortlist(prefillers)
+    sources = [(candidate, prefill_cost(candidate)) for candidate in _shortlist(prefillers)]
     for decoder in _shortlist(decoders):
-        for prefiller in sources:
-            if prefiller.agent_id == decoder.agent_id:
+        destination, decoding_cost = decoder.member, decode_cost(decoder)
+        for prefiller, prefilling_cost in sources:
+            source = prefiller.member
+            if source.ref.agent_id == destination.ref.agent_id:
                 continue
-            if not are_compatible(prefiller, decoder):
-                if have_unknown_weights(prefiller.member, decoder.member):
+            is_equal = have_equal_pools(source, destination)
+            if not _can_read(prefiller, decoder, has_equal_pools=is_equal):
+                if have_unknown_weights(source, destination):
                     reason = PlaceReason.WEIGHTS_UNKNOWN
-                elif reason is not PlaceReason.WEIGHTS_UNKNOWN:
+                elif reason is PlaceReason.ONLY_ITSELF:
                     reason = PlaceReason.INCOMPATIBLE_POOLS
                 continue
-            cost = prefill_cost(prefiller) + decode_cost(decoder) + cost_between(prefiller.member, decoder.member)
-            if not have_equal_pools(prefiller.member, decoder.member):
+            if ejected_pairs and (source.ref, destination.ref) in ejected_pairs:
+                reason = PlaceReason.PAIR_EJECTED
+                continue
+            cost = prefilling_cost + decoding_cost + cost_between(source, destination)
+            if not is_equal:
                 cost += BRIDGED_COST
             if best is None or cost < best[0]:
-                best = (cost, prefiller.member, decoder.member)
-    return (None, reason) if best is None else ((best[1], best[2]), PlaceReason.REMOTE)
+                best = (cost, source, destination)
+    return (None, reason) if best is None else (best, PlaceReason.REMOTE)
 
 
 def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
@@ -304,6 +345,8 @@ def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
 
     Pools of unknown weights count as one kind, although each has its own fingerprint, because none of them is paired.
     """
+    if len(ordered) <= SHORTLIST:
+        return list(ordered)
     taken: Counter[tuple[str, frozenset[CompatibilityRecord | None]]] = Counter()
     chosen: list[Candidate] = []
     for at, candidate in enumerate(ordered):
@@ -318,9 +361,10 @@ def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
 
 def _by_cost(candidates: Iterable[Candidate], cost: Callable[[Candidate], float], tie_break: int) -> list[Candidate]:
     """Cheapest first. ``tie_break`` rotates each group of equal cost, so that each member comes first equally often."""
+    priced = sorted(((cost(c), c) for c in candidates), key=operator.itemgetter(0))
     ordered: list[Candidate] = []
-    for _, group in itertools.groupby(sorted(candidates, key=cost), key=cost):
-        equals = list(group)
+    for _, group in itertools.groupby(priced, key=operator.itemgetter(0)):
+        equals = [candidate for _, candidate in group]
         start = tie_break % len(equals)
         ordered += [*equals[start:], *equals[:start]]
     return ordered

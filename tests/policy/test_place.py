@@ -68,7 +68,7 @@ CANDIDATES = st.lists(
         draining=st.booleans(),
         prefill_inflight=st.integers(0, 5),
         decode_inflight=st.integers(0, 5),
-        is_aside=st.booleans(),
+        is_last_choice=st.booleans(),
     ),
     max_size=25,
     unique_by=lambda candidate: candidate.agent_id,
@@ -111,7 +111,7 @@ def test_a_placement_never_breaks_a_rule(
         return
     decode = usable[chosen.decode.ref.agent_id]
     assert decode.member.info.role.can_decode
-    near = [c for c in decoders if not c.is_aside and c.agent_id not in avoided]
+    near = [c for c in decoders if not c.is_last_choice and c.agent_id not in avoided]
     assert not near or decode in near
     if chosen.prefill is None:
         assert local
@@ -176,9 +176,9 @@ def test_reasons() -> None:
     assert chosen_pair(both, d) == ("b", "d", PlaceReason.REMOTE)
     assert chosen_pair(p, d, wants_remote_prefill=False) == (None, "d", PlaceReason.NOT_WANTED)
     assert chosen_pair(p, d, wants_remote_prefill=False, allows_local_prefill=False) == ("p", "d", PlaceReason.REMOTE)
-    aside = dataclasses.replace(p, is_aside=True)
-    assert chosen_pair(aside, d) == (None, "d", PlaceReason.PREFILL_ASIDE)
-    assert chosen_pair(aside, d, allows_local_prefill=False) == ("p", "d", PlaceReason.REMOTE)
+    last = dataclasses.replace(p, is_last_choice=True)
+    assert chosen_pair(last, d) == (None, "d", PlaceReason.PREFILL_EJECTED)
+    assert chosen_pair(last, d, allows_local_prefill=False) == ("p", "d", PlaceReason.REMOTE)
     other = dataclasses.replace(d, member=dataclasses.replace(d.member, pools=(pool(dtype="float16"),)))
     mine = dataclasses.replace(p, member=dataclasses.replace(p.member, pools=(pool(),)))
     assert chosen_pair(mine, other) == (None, "d", PlaceReason.INCOMPATIBLE_POOLS)
