@@ -59,6 +59,11 @@ class EventDecoder:
         self._data: list[bytes] = []
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no byte waits for more of its event."""
+        return not self._buffer
+
+    @property
     def has_partial_event(self) -> bool:
         """Whether bytes of an unfinished event are held; blank lines alone are not an event."""
         return bool(self._buffer.strip(b"\r\n"))

@@ -62,8 +62,8 @@ class TransferParams:
             "transfer_id": str(self.transfer_id),
             "attempt": self.attempt,
             "role": self.role.value,
-            "source": dataclasses.asdict(self.source),
-            "destination": dataclasses.asdict(self.destination),
+            "source": dict(vars(self.source)),
+            "destination": dict(vars(self.destination)),
             "first_token": self.first_token,
         }
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from kvxfer.errors import ConfigError
 from kvxfer.observe import is_traceparent, next_traceparent
 
 REQUEST_ID = "x-request-id"
@@ -18,6 +19,10 @@ ATTEMPT = "x-kvxfer-attempt"
 RETRY_AFTER = "retry-after"
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
 """vLLM's: which of the engines behind one HTTP address takes the request."""
+
+PREFILL_BYTES = PREFILL.encode()
+PREFILL_REASON_BYTES = PREFILL_REASON.encode()
+ATTEMPT_BYTES = ATTEMPT.encode()
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACESTATE_CHARS_MAX = 512
@@ -54,3 +59,65 @@ def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_author
     if forwards_authorization and authorization.isascii() and 0 < len(authorization) <= _AUTHORIZATION_CHARS_MAX:
         headers["authorization"] = authorization
     return headers
+
+
+LegHeaders = tuple[tuple[bytes, bytes], ...]
+
+_KEPT = {b"traceparent", b"tracestate", b"authorization", REQUEST_ID.encode(), b"accept", b"accept-encoding"}
+_OF_THE_CONNECTION = frozenset(
+    {
+        *(b"connection", b"content-length", b"content-type", b"cookie", b"expect", b"host", b"keep-alive", b"te"),
+        *(b"proxy-authorization", b"trailer", b"transfer-encoding", b"upgrade"),
+    }
+)
+_ROUTING = frozenset(
+    {
+        *(DATA_PARALLEL_RANK.encode(), b"x-dp-rank", b"x-prefill-dp-rank", b"x-data-parallel-host-port"),
+        *(b"x-prefiller-host-port", b"x-encoder-hosts-ports"),
+    }
+)
+_ROUTING_PREFIXES = (b"x-override-", b"x-dynamo-", b"x-smg-", b"x-kvxfer-", b"___")
+"""SGLang (entrypoints/request_headers.py), Dynamo and others route by headers that begin so."""
+_PASSED_BYTES_MAX = 4096
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_VALUE = re.compile(rb"[\t -~\x80-\xff]*")
+
+
+def check_passed(names: Iterable[str]) -> frozenset[bytes]:
+    """The names of a client's headers that go to the workers beside those that always do. Raises ConfigError for one
+    that may not: by some a client would choose the worker, others belong to a connection or are handled by name here.
+    """
+    checked = set()
+    for name in names:
+        lower = name.lower().encode("utf-8")
+        if _NAME.fullmatch(lower) is None:
+            raise ConfigError(f"{name!r:.80} is no name of a header")
+        if lower in _KEPT | _OF_THE_CONNECTION | _ROUTING or lower.startswith(_ROUTING_PREFIXES):
+            raise ConfigError(f"header {name} is not for clients to pass on")
+        checked.add(lower)
+    return frozenset(checked)
+
+
+def leg_header_pairs(
+    received: Iterable[tuple[bytes, bytes]],
+    *,
+    request_id: str,
+    forwards_authorization: bool,
+    passed: Collection[bytes] = (),
+) -> LegHeaders:
+    """As :func:`leg_headers`, in the bytes of the wire, and with those headers of the client that ``passed``
+    (``check_passed``) names. ``received`` has lower-case names; of a repeated header the first counts.
+    """
+    known: dict[bytes, bytes] = {}
+    for name, value in received:
+        if (name in _KEPT or name in passed) and _VALUE.fullmatch(value):
+            known.setdefault(name, value)
+    kept = {name.decode("ascii"): value.decode("latin-1") for name, value in known.items() if name in _KEPT}
+    made = leg_headers(kept, request_id=request_id, forwards_authorization=forwards_authorization)
+    pairs = [(name.encode("ascii"), value.encode("latin-1")) for name, value in made.items()]
+    left = _PASSED_BYTES_MAX
+    for name, value in known.items():
+        if name in passed and len(name) + len(value) <= left:
+            left -= len(name) + len(value)
+            pairs.append((name, value))
+    return tuple(pairs)

@@ -6,6 +6,7 @@ what could make one request into two is refused. It must never know where the va
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -24,6 +25,17 @@ _WITHOUT_BODY = frozenset((b"GET", b"HEAD", b"OPTIONS", b"TRACE", b"DELETE"))
 """Methods that say nothing of a length where there is no body."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _checked(name: bytes) -> bytes:
+    """A header's name in lower case. Raises UpstreamRequestError for one that the caller may not set."""
+    if not _TOKEN(name):
+        raise UpstreamRequestError(f"no name of a header: {name[:40]!r}")
+    lower = name.lower()
+    if lower in _OURS:
+        raise UpstreamRequestError(f"header {name[:40]!r} belongs to the connection, not to the request")
+    return lower
+
+
 def encode_head(method: str, target: str, host: bytes, headers: HEADERS, length: int) -> bytes:
     """The request line and the headers, up to the empty line. ``headers`` may replace ``host``."""
     try:
@@ -37,14 +49,9 @@ def encode_head(method: str, target: str, host: bytes, headers: HEADERS, length:
     lines = [b"%b %b HTTP/1.1" % (verb, path)]
     has_host = False
     for name, value in headers:
-        if not _TOKEN(name):
-            raise UpstreamRequestError(f"no name of a header: {name[:40]!r}")
         if not _VALUE(value):
             raise UpstreamRequestError(f"header {name[:40]!r} has a control character in its value")
-        lower = name.lower()
-        if lower in _OURS:
-            raise UpstreamRequestError(f"header {name[:40]!r} belongs to the connection, not to the request")
-        if lower == b"host":
+        if _checked(name) == b"host":
             if has_host:
                 raise UpstreamRequestError("two host headers")
             has_host = True

@@ -2,7 +2,7 @@
 
 It decides where an answer ends, whether the connection can carry another one, and which bytes are no answer. The same
 bytes give the same answer however they were split. It must never know the consumer: chunks of the body go to ``emit``
-as they came, one call for each piece that ``httptools`` finds.
+as they came, one call for each read of the connection.
 
 ``httptools`` cannot be told that an answer has no body (to HEAD, 204, 304), and cannot be told of the end of the
 connection: both are decided here.
@@ -39,6 +39,7 @@ class AnswerParser:
             "_is_until_close",
             "_limits",
             "_parser",
+            "_pieces",
         ),
         *("_silent_bytes", "_tail", "_to_head", "body_bytes", "emit", "headers", "is_clean", "keeps_alive", "stage"),
         "status",
@@ -61,6 +62,7 @@ class AnswerParser:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.body_bytes = 0
+        self._pieces: list[bytes] = []
         self.is_clean = True
         """No byte came after the end of the answer."""
         self.keeps_alive = False
@@ -84,6 +86,7 @@ class AnswerParser:
             return
         before = self.body_bytes
         self._push(data)
+        self._hand_on()
         if self.body_bytes == before:
             self._silent_bytes += len(data)
             if self._silent_bytes > self._limits.silent_bytes_max and self.stage == BODY:
@@ -114,8 +117,16 @@ class AnswerParser:
                 raise ProtocolError(f"the answer's head has more than {self._limits.head_bytes_max} bytes")
             self._tail = b""
             self._push(data[room:])
+        self._hand_on()
         if self._is_bodyless and self._tail != b"\r\n\r\n":
             self.is_clean = False
+
+    def _hand_on(self) -> None:
+        """What one read brought of the body, in one call."""
+        pieces = self._pieces
+        if pieces:
+            self._pieces = []
+            self.emit(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _push(self, data: bytes) -> None:
         try:
@@ -124,6 +135,7 @@ class AnswerParser:
             self._is_spent = True
             self.is_clean = False
             cause = error.__context__
+            self._hand_on()
             if isinstance(error, httptools.HttpParserCallbackError) and cause is not None:
                 raise cause from None
             if self.stage != COMPLETE:
@@ -166,7 +178,7 @@ class AnswerParser:
     def on_body(self, chunk: bytes) -> None:
         if self.stage == BODY:
             self.body_bytes += len(chunk)
-            self.emit(chunk)
+            self._pieces.append(chunk)
         else:
             self.is_clean = False
 

@@ -1,4 +1,4 @@
-"""The consumer's end of one answer: status, headers, and the body as it comes.
+"""The consumer's end of one answer: status, headers, and the body, piece by piece.
 
 It decides when the consumer waits and when the engine has to. It must never know sockets or HTTP: bytes, the end and
 errors are told to it, and it asks its link to pause, to resume and to give up.
