@@ -1,0 +1,202 @@
+"""One worker's place in the fleet: what its source says, what it says itself, its health, and the requests in flight.
+
+Makes the candidate that placement looks at, and keeps it until something in it changes. It must never know another
+worker, nor a socket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+from kvxfer.openai.transfer_params import Part
+from kvxfer.policy.capacity import Capacity, capacity_of
+from kvxfer.policy.health import WorkerHealth
+from kvxfer.policy.place import Candidate
+from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
+from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, EngineDialect, Worker
+
+
+class WorkerEntry:
+    """``given`` is what the source says; ``worker`` has what the engine says of itself added."""
+
+    __slots__ = (
+        *("_skeleton", "capacity", "decode_inflight", "given", "health", "identity", "is_barred", "is_drained"),
+        *("is_suspicion_doubted", "kept", "prefill_inflight", "said", "suspect_is_closed", "trouble", "watchers"),
+        "worker",
+    )
+
+    def __init__(self, given: Worker, health: WorkerHealth) -> None:
+        self.given = given
+        self.health = health
+        self.prefill_inflight = 0
+        self.decode_inflight = 0
+        self.watchers: set[Callable[[], None]] = set()
+        self.identity: EngineIdentity | None = None
+        self.said: EngineLoad | None = None
+        self.trouble = ""
+        """Why it does not say what it serves."""
+        self.is_barred = False
+        """Whether its address is none that a request is sent to."""
+        self.is_drained = False
+        """By an admin."""
+        self.is_suspicion_doubted = False
+        """Whether the coordinator that suspects it is not heard, so that the suspicion cannot be taken back."""
+        self.suspect_is_closed = False
+        """Whether it is then tried last."""
+        self.kept: Candidate | None = None
+        """The last candidate, while nothing in it has changed. Time changes that of a worker that is not IN, so that
+        its is not kept."""
+        self.refresh()
+
+    @property
+    def inflight(self) -> int:
+        return self.prefill_inflight + self.decode_inflight
+
+    @property
+    def has_model(self) -> bool:
+        return bool(self.worker.member.info.model)
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether placement gets to see it at all."""
+        return not self.is_barred and self.worker.dialect in ENGINE_DIALECTS and self.has_model
+
+    def refresh(self) -> None:
+        """After a change of what is known of it: puts ``worker`` together anew."""
+        member, aliases = self.given.member, self.given.aliases
+        info, load = member.info, member.load
+        identity = self.identity
+        if identity is not None:
+            model = info.model or (identity.models[0] if identity.models else "")
+            aliases = aliases | frozenset(identity.models) - {model}
+            info = dataclasses.replace(
+                info, model=model, max_context_tokens=info.max_context_tokens or identity.max_context_tokens
+            )
+        if self.said is not None:
+            load, block_tokens = load_of(self.said, identity or EngineIdentity())
+            info = dataclasses.replace(info, block_tokens=block_tokens)
+        member = dataclasses.replace(
+            member,
+            info=info,
+            load=load,
+            is_suspect=member.is_suspect and not self.is_suspicion_doubted,
+            is_draining=member.is_draining or self.is_drained,
+        )
+        self.worker = dataclasses.replace(self.given, member=member, aliases=aliases)
+        self.capacity: Capacity = capacity_of(member)
+        skeleton = Candidate(
+            member,
+            ranks=self.worker.ranks,
+            clips_answers=self.worker.dialect in CLIPPING_DIALECTS,
+            known_capacity=self.capacity,
+            is_alone=self.worker.dialect == EngineDialect.PLAIN,
+            aliases=aliases,
+        )
+        self._skeleton: dict[str, Any] = dict(skeleton.__dict__)
+        self.kept = None
+
+    def changed(self) -> None:
+        """After a change of its health."""
+        self.kept = None
+
+    def claim(self, part: Part, count: int) -> None:
+        """Count ``count`` more (or less) requests in flight."""
+        if part is Part.PREFILL:
+            self.prefill_inflight += count
+        else:
+            self.decode_inflight += count
+        self.kept = None
+
+    def is_closed(self, now_s: float) -> bool:
+        """Whether it is tried last."""
+        return self.suspect_is_closed or (not self.health.is_steady and self.health.is_closed(now_s))
+
+    def candidate(self, now_s: float) -> Candidate:
+        """Made anew; ``kept`` is the one to ask for first."""
+        health = self.health
+        # As the class's own initializer would, field by field, at a fifth of its time: this is done for each request.
+        made = object.__new__(Candidate)
+        fields = made.__dict__
+        fields.update(self._skeleton)
+        fields["prefill_inflight"] = self.prefill_inflight
+        fields["decode_inflight"] = self.decode_inflight
+        if self.suspect_is_closed:
+            fields["is_last_choice"] = True
+        if not health.is_steady:
+            fields["is_last_choice"] = self.is_closed(now_s)
+            fields["share"] = health.share(now_s)
+        if health.is_steady:
+            self.kept = made
+        return made
+
+    def describe(self, now_s: float, *, is_ready: bool) -> dict[str, Any]:
+        """JSON-able account, for the list of workers."""
+        worker, member = self.worker, self.worker.member
+        state = self.health.state(now_s)
+        return {
+            "agent_id": worker.agent_id,
+            "incarnation": str(member.ref.incarnation),
+            "source": str(worker.source),
+            "role": member.info.role.value,
+            "model": member.info.model,
+            "aliases": sorted(worker.aliases),
+            "http_url": worker.url,
+            "dialect": str(worker.dialect),
+            "bootstrap_port": worker.bootstrap_port,
+            "dp_rank": worker.dp_rank,
+            "max_context_tokens": member.info.max_context_tokens,
+            "pool_tokens": self.capacity.pool_tokens,
+            "is_ready": is_ready,
+            "is_suspect": self.given.member.is_suspect,
+            "is_draining": member.is_draining,
+            "is_drained_here": self.is_drained,
+            "is_last_choice": self.is_closed(now_s),
+            "state": state.value,
+            "health": {
+                "ejected_for": self.health.ejected_for,
+                "ejections": self.health.ejections,
+                "failures_in_a_row": self.health.failures_in_a_row,
+                "share": round(self.health.share(now_s), 3),
+            },
+            "trouble": self.trouble,
+            "load": dataclasses.asdict(member.load),
+            "inflight": {Part.PREFILL.value: self.prefill_inflight, Part.DECODE.value: self.decode_inflight},
+        }
+
+
+class WorkerClaim:
+    """One request in flight at a worker, until ``release``; more calls of it do nothing."""
+
+    __slots__ = ("_entry", "_on_release", "_part", "is_trial", "request_id")
+
+    def __init__(
+        self,
+        entry: WorkerEntry,
+        part: Part,
+        request_id: str,
+        now_s: float,
+        on_release: Callable[[WorkerEntry], None],
+    ) -> None:
+        self._entry: WorkerEntry | None = entry
+        self._part = part
+        self._on_release = on_release
+        self.request_id = request_id
+        self.is_trial = not entry.health.is_steady and entry.health.begin(request_id, now_s)
+        """Whether its verdict decides if the worker comes back."""
+        entry.claim(part, 1)
+
+    def release(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            if self.is_trial:
+                entry.health.end(self.request_id)
+            entry.claim(self._part, -1)
+            self._on_release(entry)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

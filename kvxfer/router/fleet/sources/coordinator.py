@@ -1,0 +1,39 @@
+"""The coordinator's membership as a source of workers. Decides nothing of its own."""
+
+from __future__ import annotations
+
+import contextlib
+
+from kvxfer.errors import CoordinatorUnavailableError
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.rpc import MembershipWatch
+
+
+class CoordinatorSource:
+    """An async context manager. A coordinator that is lost leaves the last membership, and is come back to for ever."""
+
+    def __init__(self, target: str, token: bytes, workers: Workers) -> None:
+        """``target`` is ``host:port``."""
+        self._workers = workers
+        self._watch = MembershipWatch(target, token, on_membership=workers.update, on_state=self._on_state)
+
+    def _on_state(self, is_connected: bool) -> None:
+        self._workers.is_connected = is_connected
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait for a first membership, at most so long.
+
+        Raises AuthenticationError where the coordinator does not take the token, and ProtocolError.
+        """
+        with contextlib.suppress(CoordinatorUnavailableError):
+            await self._watch.wait_connected(timeout_s)
+
+    async def __aenter__(self) -> CoordinatorSource:
+        self._watch.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._watch.close()
+
+    def __repr__(self) -> str:
+        return f"CoordinatorSource({self._watch!r})"
