@@ -1,87 +1,108 @@
-"""What the client is sent: one JSON body, or a stream of events that always ends well-formed.
+"""What the client is sent: one JSON body, or a stream of events that always ends well formed.
 
 Keeps the order of an HTTP answer (head, body, end) whatever happens above it; it must never know what the bytes mean.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from starlette.types import Send
-
-from kvxfer.openai.sse import CONTENT_TYPE, encode_event
+from kvxfer.openai.sse import CONTENT_TYPE, encode_object
 from kvxfer.router import headers
+from kvxfer.router.apis import StreamStyle
+from kvxfer.serving.exchange import ClientExchange, Headers
 
 RETRY_AFTER_STATUS = (429, 503)
 SLOW_CLIENT_S = 1.0
 """How long an answer that is given up waits for a client that does not read."""
+_JSON = (b"content-type", b"application/json")
+_STREAM_HEAD = (
+    (b"content-type", f"{CONTENT_TYPE}; charset=utf-8".encode()),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
-class Answer:
-    """One HTTP answer over an ASGI ``send``. After ``end`` everything is ignored."""
+class ClientAnswer:
+    """The answer of one request. After its end everything is ignored.
 
-    def __init__(self, send: Send, *, retry_after_s: int = 1) -> None:
-        self._send = send
-        self._retry_after_s = retry_after_s
-        self.is_started = False
-        self.is_ended = False
+    ``style`` has the words of the client's API for an error.
+    """
+
+    def __init__(
+        self,
+        exchange: ClientExchange,
+        request_id: str,
+        style: StreamStyle,
+        *,
+        retry_after_s: int = 1,
+    ) -> None:
+        self._exchange = exchange
+        self._request_id = (headers.REQUEST_ID.encode(), request_id.encode("latin-1"))
+        self._style = style
+        self._retry_after = (headers.RETRY_AFTER.encode(), b"%d" % retry_after_s)
+        self.write: Callable[[bytes], None] = exchange.write
+        """Bytes of whole events. The exchange's own: it is called for each piece of a stream."""
         self.status = 0
+        self.bytes_written = 0
+        """Of a whole body. What a stream has is for its writer to count here."""
 
-    async def json(self, status: int, body: dict[str, Any] | bytes, extra: Mapping[str, str] | None = None) -> None:
+    @property
+    def is_started(self) -> bool:
+        return self._exchange.is_started
+
+    @property
+    def is_ended(self) -> bool:
+        return self._exchange.is_ended
+
+    @property
+    def is_client_gone(self) -> bool:
+        return self._exchange.is_gone
+
+    def json(self, status: int, body: dict[str, Any] | bytes, extra: Headers = ()) -> None:
         """A whole JSON answer."""
-        content = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
-        head = {"content-type": "application/json", "content-length": str(len(content)), **(extra or {})}
+        content = body if isinstance(body, bytes) else encode_object(body)
+        head = [_JSON, self._request_id, *extra]
         if status in RETRY_AFTER_STATUS:
-            head.setdefault(headers.RETRY_AFTER, str(self._retry_after_s))
-        await self._start(status, head)
-        await self._body(content, more=False)
+            head.append(self._retry_after)
+        self.status = status
+        self.bytes_written += len(content)
+        self._exchange.respond(status, head, content)
 
-    async def start_stream(self, extra: Mapping[str, str]) -> None:
+    def start_stream(self, extra: Headers = ()) -> None:
         """The head of a stream of events."""
-        head = {
-            "content-type": f"{CONTENT_TYPE}; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **extra,
-        }
-        await self._start(200, head)
+        self.status = 200
+        self._exchange.start(200, [*_STREAM_HEAD, self._request_id, *extra])
 
-    async def write(self, content: bytes) -> None:
-        """Bytes of whole events."""
-        await self._body(content, more=True)
-
-    async def end(self) -> None:
+    def end(self) -> None:
         """The regular end of a stream."""
-        await self._body(b"", more=False)
+        self._exchange.end()
 
-    async def fail(self, status: int, body: dict[str, Any], extra: Mapping[str, str] | None = None) -> None:
+    def fail(self, status: int, body: dict[str, Any], extra: Headers = ()) -> None:
         """An error, whatever was sent so far: a JSON answer, or one error event and the end of the stream."""
         if not self.is_started:
-            await self.json(status, body, extra)
+            self.json(status, self._style.error_answer(body), extra)
         elif not self.is_ended:
-            await self._body(encode_event(body), more=True)
-            await self._body(b"", more=False)
+            self._exchange.write(self._style.end_with_error(body))
+            self._exchange.end()
 
     async def give_up(self, status: int, body: dict[str, Any]) -> None:
-        """As :meth:`fail`, for SLOW_CLIENT_S at most: a client that does not read keeps nobody waiting. What it has
-        not read by then it never will, so that its connection has to be closed.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SLOW_CLIENT_S):
-                await self.fail(status, body)
+        """As :meth:`fail`. A client that has not read it after SLOW_CLIENT_S never will: its connection is cut."""
+        self.fail(status, body)
+        if not await self._exchange.drained(SLOW_CLIENT_S):
+            self._exchange.abort()
 
-    async def _start(self, status: int, head: Mapping[str, str]) -> None:
-        self.is_started = True
-        self.status = status
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+    def throttle(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Tell the writer's source to pause while the client reads too slowly. It may pause at once."""
+        self._exchange.on_resume = resume
+        self._exchange.on_pause = pause
 
-    async def _body(self, content: bytes, *, more: bool) -> None:
-        if self.is_ended:
-            return
-        self.is_ended = not more
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+    def unthrottle(self) -> None:
+        self._exchange.on_pause = self._exchange.on_resume = None
+
+    def on_client_gone(self, call: Callable[[], None] | None) -> None:
+        """``call`` once where the client leaves before the answer has ended; at once if it has left already."""
+        self._exchange.on_gone = call
+        if call is not None and self.is_client_gone:
+            call()

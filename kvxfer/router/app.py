@@ -1,86 +1,39 @@
-"""The router's HTTP surface: its routes, the checks at the door, and OpenAI's error shape for everything that fails.
+"""The router's ASGI application: control routes, the hot routes' place in the API document, and OpenAI's error shape.
 
-Decides who comes in (key, size, admission) and turns a body into an `Inbound`; it must never know how a request is
-served, nor where the workers come from.
+Decides what each control route says. The hot routes are served below ASGI (`front`); under a server that knows only
+ASGI they are served here, by the same handler. It must never know how a request is served.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvxfer import __version__
 from kvxfer.errors import KvxferError
-from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
-from kvxfer.openai.schemas import load_object, parse_chat, parse_completion
-from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
+from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.router import headers
-from kvxfer.router.answer import RETRY_AFTER_STATUS, Answer
-from kvxfer.router.attempt import Room
+from kvxfer.router.admin import AdminAccess, add_admin_routes
+from kvxfer.router.answer import RETRY_AFTER_STATUS
+from kvxfer.router.apis import ROUTES, Api
 from kvxfer.router.auth import ApiKeys
-from kvxfer.router.dispatch import Dispatcher
-from kvxfer.router.inbound import Inbound
-from kvxfer.router.metrics import Outcome
-from kvxfer.router.readiness import Readiness
-from kvxfer.router.relay import Relay
+from kvxfer.router.core import RouterCore
+from kvxfer.router.front import Door, Front
+from kvxfer.router.readiness import RouterReadiness
+from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
-
-log = logging.getLogger("kvxfer.router")
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-
-
-class Door:
-    """Counts the requests inside; ``close`` lets no more in, ``stop`` ends those that are left."""
-
-    def __init__(self, options: AdmitOptions) -> None:
-        self._options = options
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.inflight = 0
-        self.is_draining = False
-        self.stop = asyncio.Event()
-
-    def check_open(self) -> None:
-        """Raise OverloadedError where no request comes in any more, however few are inside."""
-        if self.is_draining:
-            raise refusal(Admission.DRAINING, self._options)
-
-    def enter(self) -> None:
-        """Count one more request, with its body. Raises OverloadedError unless it may come in."""
-        verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
-        if verdict is not Admission.ADMITTED:
-            raise refusal(verdict, self._options)
-        self.inflight += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        self.inflight -= 1
-        if not self.inflight:
-            self._idle.set()
-
-    async def drain(self, grace_s: float) -> None:
-        """Let nobody in, wait up to ``grace_s`` for those inside, then end them."""
-        self.is_draining = True
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("ending requests that outlived the shutdown grace", extra={"requests": self.inflight})
-        self.stop.set()
+from kvxfer.serving.exchange import ExchangeHandler
 
 
 class RequestIds:
-    """ASGI middleware: every answer carries the request id, whoever wrote the answer."""
+    """ASGI middleware: the answer of every control route carries the request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,14 +45,26 @@ class RequestIds:
         name = headers.REQUEST_ID.encode()
         received = next((value for key, value in scope["headers"] if key == name), None)
         request_id = headers.request_id(None if received is None else received.decode("latin-1"))
-        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (name, request_id.encode("latin-1"))]}
+                sent = message.get("headers", ())
+                if not any(key == name for key, _ in sent):
+                    message = {**message, "headers": [*sent, (name, request_id.encode("latin-1"))]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class _Served(Response):
+    """A hot route under a server that knows only ASGI."""
+
+    def __init__(self, handler: ExchangeHandler, bodies: Bodies) -> None:
+        super().__init__()
+        self._endpoint = asgi_endpoint(handler, bodies)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoint(scope, receive, send)
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -109,17 +74,16 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), status_code=status, headers=extra)
 
 
-def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
+def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: AdminAccess, bodies: Bodies) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
-    app = FastAPI(title="kvxfer router", openapi_url=None, docs_url=None, redoc_url=None)
-    dispatcher = Dispatcher(room)
+    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None)
     started_unix_s = int(time.time())
-    readiness = Readiness(
-        room.workers,
-        allows_local_prefill=room.options.allows_local_prefill,
+    readiness = RouterReadiness(
+        core.workers,
+        allows_local_prefill=core.options.allows_local_prefill,
         is_draining=lambda: door.is_draining,
     )
-    room.metrics.ready.set_function(lambda: float(readiness.verdict().is_ready))
+    core.metrics.ready.set_function(lambda: float(readiness.verdict().is_ready))
     app.add_middleware(RequestIds)
 
     @app.exception_handler(KvxferError)
@@ -131,69 +95,57 @@ def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
         body = error_body(f"{request.method} {request.url.path}: {error.detail}", kind=INVALID_REQUEST, code="usage")
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
-    async def serve(request: Request, path: str) -> Response:
-        arrived_s = room.now()
-        ended = _Ended(room, path, arrived_s)
-        try:
-            keys.check(request.headers.get("authorization"))
-            door.check_open()
-            body = await bodies.read(request)
-            door.enter()  # before the body is parsed
-            try:
-                inbound = _inbound(request, path, body, room, arrived_s)
-            except BaseException:
-                door.leave()
-                raise
-        except ClientDisconnect:
-            ended(Outcome.DISCONNECTED)
-            return Response(status_code=400)
-        except BaseException as error:
-            ended(_outcome(error))
-            raise
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        return error_response(RequestError(f"{param or 'the request'}: {first['msg']}", param=param))
 
-        async def work(answer: Answer) -> Outcome:
-            return await dispatcher.serve(inbound, answer)
+    for api in ROUTES:
+        _add_hot_route(app, api, front, bodies)
 
-        def leave(outcome: Outcome) -> None:
-            door.leave()
-            ended(outcome)
+    def check(request: Request) -> None:
+        keys.check(request.headers.get("authorization"))
 
-        return Relay(work, stop=door.stop, ended=leave)
-
-    @app.post(COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        return await serve(request, COMPLETIONS)
-
-    @app.post(CHAT)
-    async def chat_completions(request: Request) -> Response:
-        return await serve(request, CHAT)
+    def describe_model(model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": started_unix_s, "owned_by": "kvxfer"}
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        keys.check(request.headers.get("authorization"))
-        data = [
-            {"id": model, "object": "model", "created": started_unix_s, "owned_by": "kvxfer"}
-            for model in room.workers.models()
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        """The models that some worker serves."""
+        check(request)
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in core.workers.models()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model_by_name(request: Request, model: str) -> Response:
+        """One model."""
+        check(request)
+        if model not in core.workers.models():
+            raise RequestError(
+                f"model: {model!r} is not served here", param="model", status=404, error_code="model_not_found"
+            )
+        return JSONResponse(describe_model(model))
 
     @app.get("/v1/workers")
     async def workers(request: Request) -> Response:
-        keys.check(request.headers.get("authorization"))
-        return JSONResponse({"object": "list", "data": room.workers.describe()})
+        """Every worker that is known, with its state and load."""
+        check(request)
+        return JSONResponse({"object": "list", "data": core.workers.describe()})
 
     @app.get("/live")
     @app.get("/health")
     async def live() -> Response:
+        """Whether this process serves."""
         body: dict[str, Any] = {
             "status": "draining" if door.is_draining else "ok",
-            "coordinator_connected": room.workers.is_connected,
+            "coordinator_connected": core.workers.is_connected,
             "inflight": door.inflight,
         }
         return JSONResponse(body)
 
     @app.get("/ready")
     async def ready(model: str | None = None) -> Response:
+        """Whether a request would be placed now."""
         body = readiness.describe(model, names_models=not keys.is_required)
         if body["status"] == "ready":
             return JSONResponse(body)
@@ -201,44 +153,26 @@ def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(room.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus' text format."""
+        return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    add_admin_routes(app, core.workers, admin)
     return app
 
 
-class _Ended:
-    def __init__(self, room: Room, path: str, arrived_s: float) -> None:
-        self._room = room
-        self._path = path
-        self._arrived_s = arrived_s
+def _add_hot_route(app: FastAPI, api: Api, front: Front, bodies: Bodies) -> None:
+    async def serve(request: Request) -> Response:
+        handler = front.find("POST", api.path)
+        assert handler is not None
+        return _Served(handler, bodies)
 
-    def __call__(self, outcome: Outcome) -> None:
-        self._room.metrics.requests.labels(self._path, outcome.value).inc()
-        self._room.metrics.duration.labels(self._path).observe(self._room.now() - self._arrived_s)
-
-
-def _outcome(error: BaseException) -> Outcome:
-    status = status_for(error)
-    if 400 <= status < 500:
-        return Outcome.CLIENT_ERROR
-    return Outcome.UNAVAILABLE if status == 503 else Outcome.FAILED
-
-
-def _inbound(request: Request, path: str, body: bytes, room: Room, arrived_s: float) -> Inbound:
-    """Raises RequestError for a body that is no request."""
-    values = load_object(body)
-    parsed = parse_chat(values) if path == CHAT else parse_completion(values)
-    request_id: str = request.state.request_id
-    return Inbound(
-        path=path,
-        body=body,
-        names=frozenset(values),
-        parsed=parsed,
-        leg_headers=headers.leg_headers(
-            request.headers,
-            request_id=request_id,
-            forwards_authorization=room.options.forward_authorization,
-        ),
-        request_id=request_id,
-        arrived_s=arrived_s,
+    body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
+    app.add_api_route(
+        api.path,
+        serve,
+        methods=["POST"],
+        summary=f"As the engines serve it: {api.path}",
+        operation_id="post" + api.path.replace("/", "_"),
+        openapi_extra={"requestBody": body},
+        responses={400: {"description": "OpenAI's error object"}, 503: {"description": "no worker takes it now"}},
     )

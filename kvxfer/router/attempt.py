@@ -1,15 +1,16 @@
-"""One attempt at a request: one pair of workers, one transfer id, both legs at once.
+"""One attempt at a request: one pair of workers, one transfer id, and the legs in the order that the dialect says.
 
 Decides when the attempt is over:
 
 - a 4xx of either leg is the client's own and ends it, and one that only says that the worker is too small lets the
   dispatcher try a larger one;
 - D failing before anything was sent to the client ends it; the dispatcher may try again;
-- P failing is recorded and left to D, which notices through its agent and recomputes; only a P that was never reached,
-  or *refused* the work (overloaded, or shutting down), ends it, because it granted nothing and D would wait in vain;
-- D failing mid-stream ends the stream with one well-formed error event.
+- P failing ends it where D cannot do without P. Where D notices by itself and computes the prompt (kvxfer's agents do),
+  P's failure is recorded and left to D; only a P that never had the request, or refused it, ends the attempt even then,
+  because it granted nothing and D would wait in vain;
+- D failing in the middle of a stream ends the stream with one well-formed error event.
 
-It must never choose workers. When ``run`` returns or is cancelled, both legs are closed.
+It must never choose workers. When :meth:`Attempt.run` returns or is cancelled, both legs are closed.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import httpx
-
-from kvxfer.openai.transfer_params import Part as LegPart
-from kvxfer.openai.transfer_params import TransferEnd, TransferParams
+from kvxfer.openai.sse import CONTENT_TYPE, Event
+from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.place import Placement
 from kvxfer.router import failure, headers
-from kvxfer.router.answer import Answer
-from kvxfer.router.failure import Failure, FailureKind
+from kvxfer.router.answer import ClientAnswer
+from kvxfer.router.core import RouterCore
+from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
+from kvxfer.router.failure import Failure, FailureKind, LegFailed
+from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.inbound import Inbound
-from kvxfer.router.legs import Answered, DecodeLeg, Leg, Prefilled, prefill
-from kvxfer.router.merge import Merger
-from kvxfer.router.metrics import Outcome, RouterMetrics
-from kvxfer.router.options import RouterOptions
+from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
+from kvxfer.router.legs import calling, forgo, is_object, kind_of, read
+from kvxfer.router.merge import MARKS, Merger
+from kvxfer.router.metrics import RequestOutcome
+from kvxfer.router.record import RequestRecord
+from kvxfer.router.stream_relay import StreamRelay
 from kvxfer.router.tasks import cancel_all, finish
-from kvxfer.router.workers import Part, Workers
-from kvxfer.types import AgentRef, Member, TransferId
+from kvxfer.types import TransferId
 
 log = logging.getLogger("kvxfer.router")
 
@@ -48,223 +50,368 @@ OUTLIVES_S = 4.0
 """A dead worker is noticed within 3 s; one that is there after this has only hung up."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """What every attempt works with."""
+class ClientLeft(Exception):
+    """The client left before its answer was whole."""
 
-    options: RouterOptions
-    workers: Workers
-    client: httpx.AsyncClient
-    metrics: RouterMetrics
-    now: Callable[[], float] = time.monotonic
+
+_CLIENT_LEFT = ClientLeft()
 
 
 class Attempt:
     """``avoided`` and ``excluded`` name the agents that the next attempt should take last, or not at all; ``too_small``
-    those that cannot hold their part of the request. ``failed_part`` is whose failure :meth:`run` returned."""
+    those that cannot hold their part of the request. ``failed_part`` is the part whose failure :meth:`run` returned.
+    ``handover`` is what a finished prefill gave, for another decode worker."""
 
-    def __init__(self, room: Room, inbound: Inbound, answer: Answer, placement: Placement, number: int) -> None:
-        self._room = room
+    def __init__(
+        self,
+        core: RouterCore,
+        inbound: Inbound,
+        answer: ClientAnswer,
+        placement: Placement,
+        record: RequestRecord,
+        *,
+        timeout_s: float,
+        handover: Handover | None = None,
+    ) -> None:
+        self._core = core
         self._inbound = inbound
         self._answer = answer
         self._placement = placement
-        self._number = number
-        self._transfer_id = TransferId(secrets.token_bytes(16))
+        self._record = record
+        self._number = record.attempts
+        self._decode = core.workers.worker(placement.decode.ref)
+        self._prefill = None if placement.prefill is None else core.workers.worker(placement.prefill.ref)
+        self._dialect = dialect(self._decode.dialect)
+        self._pair = Pair(
+            prefill=self._prefill,
+            decode=self._decode,
+            transfer_id=TransferId(secrets.token_bytes(16)),
+            attempt=record.attempts,
+            room=secrets.randbits(63),
+            timeout_s=timeout_s,
+        )
+        self.handover = handover
+        self._was_handed_over = handover is not None
+        self._is_decode_reached = False
         self._prefill_task: asyncio.Task[Prefilled | Failure] | None = None
+        self._prefill_end: Prefilled | Failure | None = None
         self._is_prefill_heard = False
-        self._merger = Merger(placement.decode.info.dialect, has_source=placement.prefill is not None)
+        self._interrupts: Interrupts[Failure | ClientLeft] = Interrupts()
+        self._timer: asyncio.TimerHandle | None = None
+        self._relay: StreamRelay | None = None
+        self._unwatch: list[Callable[[], None]] = []
+        self._merger = Merger(self._decode.dialect, has_source=self._prefill is not None)
         self.avoided: set[str] = set()
         self.excluded: set[str] = set()
         self.too_small: set[tuple[Part, str]] = set()
         self.failed_part = Part.DECODE
 
-    async def run(self) -> Outcome | Failure:
+    async def run(self) -> RequestOutcome | Failure:
         """To the client's last byte, or to a Failure before its first."""
-        decoder = self._placement.decode
-        leg = DecodeLeg(
-            self._room.client,
-            self._leg(decoder, LegPart.DECODE),
-            streams=self._inbound.parsed.stream,
-            answer_bytes_max=self._room.options.max_answer_bytes,
-        )
-        tasks: set[asyncio.Task[Any]] = set()
+        claim = self._core.workers.claim(self._decode.ref, Part.DECODE, self._inbound.request_id)
+        interrupts = self._interrupts
+        self._watch(self._decode, lambda: interrupts.interrupt(failure.gone(Part.DECODE)))
+        self._answer.on_client_gone(lambda: interrupts.interrupt(_CLIENT_LEFT))
         try:
-            with self._room.workers.working(decoder.ref, Part.DECODE), self._room.workers.watching(decoder.ref) as gone:
-                gone_task = asyncio.create_task(gone.wait())
-                begin_task = asyncio.create_task(leg.begin())
-                tasks |= {gone_task, begin_task}
-                if self._placement.prefill is not None:
-                    self._prefill_task = self._start_prefill(self._placement.prefill)
-                    tasks.add(self._prefill_task)
-                begun = await self._wait_begun(begin_task, gone_task, tasks)
-                if isinstance(begun, Failure):
-                    return begun
-                if isinstance(begun, Answered):
-                    return await self._answer_whole(begun)
-                relay_task = asyncio.create_task(self._relay(leg))
-                tasks.add(relay_task)
-                await asyncio.wait({relay_task, gone_task}, return_when=asyncio.FIRST_COMPLETED)
-                if relay_task.done():
-                    return relay_task.result()
-                await finish(cancel_all({relay_task}))
-                return await self._break_stream(failure.gone(LegPart.DECODE))
+            return await interrupts.run(self._run_legs())
+        except LegFailed as failed:
+            return self._failed(failed.failure)
+        except InterruptedWithReason:
+            reason = interrupts.reason
+            if isinstance(reason, Failure):
+                return self._failed(reason)
+            return RequestOutcome.DISCONNECTED
         finally:
-            await finish(_close(leg, tasks))
+            if self._relay is not None:
+                self._answer.bytes_written += self._relay.bytes_passed
+            self._answer.on_client_gone(None)
+            self._answer.unthrottle()
+            claim.release()
+            if self._timer is not None:
+                self._timer.cancel()
+            for unwatch in self._unwatch:
+                unwatch()
+            if self._prefill_task is not None and not self._prefill_task.done():
+                await finish(cancel_all({self._prefill_task}))
 
-    async def _wait_begun(
-        self,
-        begin_task: asyncio.Task[Answered | Failure | None],
-        gone_task: asyncio.Task[Any],
-        tasks: set[asyncio.Task[Any]],
-    ) -> Answered | Failure | None:
-        waiting: set[asyncio.Task[Any]] = {begin_task, gone_task}
-        if self._prefill_task is not None:
-            waiting.add(self._prefill_task)
-        lives_task: asyncio.Task[bool] | None = None
-        while True:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if begin_task in done:
-                begun = begin_task.result()
-                if isinstance(begun, Failure):
-                    self._note(Part.DECODE, self._placement.decode.ref, begun)
-                else:
-                    self._room.workers.reached(self._placement.decode.ref)
-                return begun
-            if gone_task in done:
-                lost = failure.gone(LegPart.DECODE)
-                self._note(Part.DECODE, self._placement.decode.ref, lost)
-                return lost
-            assert self._prefill_task is not None
-            ended = self._prefill_task.result()
-            if not isinstance(ended, Failure):
-                continue
-            if self._ends_attempt(ended) or (lives_task is not None and lives_task.result()):
-                self.failed_part = Part.PREFILL
-                return ended
-            if ended.kind is FailureKind.UNREAD and lives_task is None:
-                lives_task = asyncio.create_task(self._outlives_its_lease())
-                tasks.add(lives_task)
-                waiting.add(lives_task)
+    @property
+    def has_prefilled(self) -> bool:
+        """Whether P computed the prompt, as far as P said."""
+        ended = self._prefill_outcome()
+        return self.handover is not None or (ended is not None and not isinstance(ended, Failure))
 
-    async def _outlives_its_lease(self) -> bool:
-        """Whether P still lives when a dead one would be known to be: then it hung up without the request, and D, which
-        sees P's agent alive, would wait for a grant that never comes.
-        """
-        assert self._placement.prefill is not None
-        with self._room.workers.watching(self._placement.prefill.ref) as gone:
+    @property
+    def keeps_prefill(self) -> bool:
+        """Whether what P computed can be given to another decode worker."""
+        return self._dialect.keeps_prefill
+
+    def forgo(self) -> None:
+        """Give P's blocks back where its prefill is done and no decode worker was told of it: in the background."""
+        if self.handover is None or self._is_decode_reached:
+            return
+        leg = self._dialect.forgo_leg(self._inbound, self._pair, self.handover)
+        if leg is not None:
+            forgo(self._core, self._decode, leg)
+
+    async def _run_legs(self) -> RequestOutcome:
+        return await self._run_decode(await self._decode_leg())
+
+    async def _decode_leg(self) -> Leg:
+        """What D is sent, once everything that it needs is there; the prefill leg runs from now on, or is done."""
+        if self._prefill is None:
+            return self._dialect.alone_leg(self._inbound, self._decode)
+        self._core.workers.pair_started(self._prefill.ref, self._decode.ref)
+        await self._learn_engine_name(self._prefill)
+        if self._dialect.order is Order.TOGETHER:
+            self._prefill_task = self._start_prefill(self._prefill)
+            return self._dialect.decode_leg(self._inbound, self._pair, None)
+        if self.handover is None:
             try:
-                async with asyncio.timeout(OUTLIVES_S):
-                    await gone.wait()
-            except TimeoutError:
-                return True
-        return False
+                answer = await self._prefill_answer(self._prefill)
+                self._prefill_end = self._dialect.prefilled(answer)
+                self.handover = self._dialect.handover(answer)
+            except HandoverError as error:
+                failed = failure.of_handover(error)
+                self._note(Part.PREFILL, self._prefill, failed)
+                self.failed_part = Part.PREFILL
+                raise LegFailed(failed) from None
+            except LegFailed as error:
+                self._note(Part.PREFILL, self._prefill, error.failure)
+                self.failed_part = Part.PREFILL
+                raise
+            self._core.workers.succeeded(self._prefill.ref, self._inbound.request_id)
+        return self._dialect.decode_leg(self._inbound, self._pair, self.handover)
+
+    async def _learn_engine_name(self, worker: Worker) -> None:
+        """Learn what P's engine calls itself, where D must be told. Raises LegFailed."""
+        url = self._dialect.discovery_url(worker)
+        if url is None:
+            return
+        try:
+            engine_id = await self._core.engine_names.engine_id(worker, url, self._dialect)
+        except HandoverError as error:
+            failed = failure.of_handover(error)
+            self._note(Part.PREFILL, worker, failed)
+            self.failed_part = Part.PREFILL
+            raise LegFailed(failed) from None
+        self._pair = dataclasses.replace(self._pair, prefill_engine_id=engine_id)
+
+    # The decode leg.
+
+    async def _run_decode(self, leg: Leg) -> RequestOutcome:
+        core, inbound = self._core, self._inbound
+        pool = core.workers.pool(self._decode.ref)
+        deadlines = core.decode_deadlines if inbound.stream else core.whole_deadlines
+        async with calling(pool, leg, deadlines, Part.DECODE) as response:
+            self._is_decode_reached = True
+            if not inbound.stream:
+                content = await read(response, core.options.max_answer_bytes, Part.DECODE)
+                if not is_object(content):
+                    raise LegFailed(failure.malformed(Part.DECODE, "not a JSON object"))
+                self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
+                return await self._answer_whole(content)
+            if not kind_of(response).startswith(CONTENT_TYPE.encode()):
+                raise LegFailed(failure.malformed(Part.DECODE, "not an event stream"))
+            relay = StreamRelay(
+                inbound.api.style,
+                begin=self._begin_stream,
+                write=self._answer.write,
+                edit=self._edit,
+                edit_marks=MARKS,
+            )
+            self._relay = relay
+            self._answer.throttle(response.pause, response.resume)
+            with failure.of_upstream(Part.DECODE):
+                await response.pipe(relay.feed)
+            if relay.is_waiting:
+                await self._hear_prefill()
+                relay.go_on(at_last=True)
+            relay.end()
+        if not relay.is_whole:  # the worker ended it with an error event
+            self._answer.write(inbound.api.style.LAST)
+        self._answer.end()
+        if relay.error is None:
+            return RequestOutcome.OK
+        self._note(Part.DECODE, self._decode, relay.error)
+        return RequestOutcome.BROKEN_STREAM
+
+    def _begin_stream(self) -> None:
+        self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
+        self._pair_worked()
+        self._record.first_byte_s = now_s = self._core.now()
+        self._core.metrics.first_byte(self._prefill_at(), now_s - self._inbound.arrived_s)
+        self._answer.start_stream(self._head())
+
+    def _edit(self, event: Event) -> bytes | None:
+        """The event with what the router adds. P's own words are waited for, once, by the stream's end."""
+        if self._prefill_task is not None and not self._prefill_task.done() and not self._is_prefill_heard:
+            return None
+        return self._merger.event(event, self._account(), self._prefilled())
+
+    async def _answer_whole(self, content: bytes) -> RequestOutcome:
+        if self._merger.is_concerned(content):
+            await self._hear_prefill()
+            content = self._merger.body(content, self._account(), self._prefilled())
+        self._answer.json(200, content, self._head())
+        self._pair_worked()
+        return RequestOutcome.OK
+
+    def _pair_worked(self) -> None:
+        if self._prefill is not None:
+            self._core.workers.pair_succeeded(self._prefill.ref, self._decode.ref)
+
+    def _failed(self, ended: Failure) -> RequestOutcome | Failure:
+        """The attempt is over. Where the client has some of the answer already, the stream is ended here."""
+        if self.failed_part is Part.DECODE:
+            self._note(Part.DECODE, self._decode, ended)
+        if not self._answer.is_started:
+            return ended
+        if self._relay is not None and self._relay.is_waiting:
+            self._relay.go_on(at_last=True)
+        self._answer.fail(ended.status, ended.body)
+        return RequestOutcome.BROKEN_STREAM
+
+    # The prefill leg.
+
+    def _start_prefill(self, worker: Worker) -> asyncio.Task[Prefilled | Failure]:
+        """Counted from this moment, not from when the task first runs: the next placement may come before that."""
+        claim = self._core.workers.claim(worker.ref, Part.PREFILL, self._inbound.request_id)
+        task = asyncio.create_task(self._run_prefill(worker))
+
+        def ended(task: asyncio.Task[Prefilled | Failure]) -> None:
+            claim.release()
+            if not task.cancelled() and task.exception() is None:
+                self._on_prefill_end(task.result())
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _run_prefill(self, worker: Worker) -> Prefilled | Failure:
+        try:
+            leg = self._dialect.prefill_leg(self._inbound, self._pair)
+            answer = await self._call_prefill(worker, leg)
+            ended = self._dialect.prefilled(answer)
+        except LegFailed as failed:
+            self._note(Part.PREFILL, worker, failed.failure)
+            return failed.failure
+        except HandoverError as error:
+            ended_badly = failure.of_handover(error)
+            self._note(Part.PREFILL, worker, ended_badly)
+            return ended_badly
+        self._core.workers.succeeded(worker.ref, self._inbound.request_id)
+        return ended
+
+    async def _prefill_answer(self, worker: Worker) -> bytes:
+        claim = self._core.workers.claim(worker.ref, Part.PREFILL, self._inbound.request_id)
+        self._watch(worker, lambda: self._prefiller_gone())
+        try:
+            return await self._call_prefill(worker, self._dialect.prefill_leg(self._inbound, self._pair))
+        finally:
+            claim.release()
+
+    async def _call_prefill(self, worker: Worker, leg: Leg) -> bytes:
+        pool = self._core.workers.pool(worker.ref)
+        deadlines = self._core.whole_deadlines
+        async with calling(pool, leg, deadlines, Part.PREFILL) as response:
+            return await read(response, self._core.options.max_answer_bytes, Part.PREFILL)
+
+    def _prefiller_gone(self) -> None:
+        if self.handover is None and self._prefill is not None:
+            self.failed_part = Part.PREFILL
+            gone = failure.gone(Part.PREFILL)
+            self._note(Part.PREFILL, self._prefill, gone)
+            self._interrupts.interrupt(gone)
+
+    def _on_prefill_end(self, ended: Prefilled | Failure) -> None:
+        self._prefill_end = ended
+        if not isinstance(ended, Failure) or self._answer.is_started:
+            return
+        if self._ends_attempt(ended):
+            self.failed_part = Part.PREFILL
+            self._interrupts.interrupt(ended)
+        elif ended.kind is FailureKind.UNREAD and self._timer is None and self._prefill is not None:
+            # A P that is up when a dead one would be known to be has hung up without the request: D, which sees P's
+            # agent alive, would wait for a grant that never comes.
+            self._timer = asyncio.get_running_loop().call_later(OUTLIVES_S, self._prefiller_outlives, ended)
+            self._watch(self._prefill, self._timer.cancel)
+
+    def _prefiller_outlives(self, ended: Failure) -> None:
+        if not self._answer.is_started:
+            self.failed_part = Part.PREFILL
+            self._interrupts.interrupt(ended)
 
     def _ends_attempt(self, ended: Failure) -> bool:
         """Whether P's failure ends the attempt although D still waits."""
         if ended.is_final or ended.is_of_size or ended.status == failure.UNAVAILABLE:
             return True
-        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.EXHAUSTED):
-            return True  # P has not got the request, and its agent, which lives, would have D wait for a grant
-        return self._room.options.on_prefill_failure == "redispatch"
+        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.EXHAUSTED):
+            return True  # P has not got the request, and its agent, which is up, would have D wait for a grant
+        return not self._dialect.recovers or self._core.options.on_prefill_failure == "redispatch"
 
-    def _start_prefill(self, member: Member) -> asyncio.Task[Prefilled | Failure]:
-        """Counted from this moment, not from when the task first runs: the next placement may come before that."""
-        counted = contextlib.ExitStack()
-        counted.enter_context(self._room.workers.working(member.ref, Part.PREFILL))
-        task = asyncio.create_task(self._run_prefill(member))
-        task.add_done_callback(lambda _: counted.close())
-        return task
+    # What both legs share.
 
-    async def _run_prefill(self, member: Member) -> Prefilled | Failure:
-        ended = await prefill(self._room.client, self._leg(member, LegPart.PREFILL))
-        if isinstance(ended, Failure):
-            self._note(Part.PREFILL, member.ref, ended)
-        else:
-            self._room.workers.reached(member.ref)
-        return ended
+    def _watch(self, worker: Worker, call: Callable[[], None]) -> None:
+        self._unwatch.append(self._core.workers.watch(worker.ref, call))
 
-    def _note(self, part: Part, ref: AgentRef, ended: Failure) -> None:
-        self._room.metrics.leg_failures.labels(part.value, ended.kind.value).inc()
+    def _note(self, part: Part, worker: Worker, ended: Failure) -> None:
+        self._core.metrics.leg_failed(part.value, ended.kind.value)
         log.log(
             logging.INFO if ended.is_final or ended.is_of_size else logging.WARNING,
             "leg failed",
             extra={
                 "request_id": self._inbound.request_id,
-                "transfer_id": str(self._transfer_id),
+                "transfer_id": str(self._pair.transfer_id),
                 "attempt": self._number,
                 "part": part.value,
-                "agent_id": ref.agent_id,
+                "agent_id": worker.agent_id,
                 "kind": ended.kind.value,
                 "code": ended.code,
             },
         )
         if ended.is_final:
             return
+        agent_id, workers = worker.agent_id, self._core.workers
         if ended.is_of_size:  # it answered, and well: what cannot be computed there cannot be decoded there either
-            self._room.workers.reached(ref)
-            self.too_small |= {(part, ref.agent_id), (Part.DECODE, ref.agent_id)}
+            workers.succeeded(worker.ref, self._inbound.request_id)
+            self.too_small |= {(part, agent_id), (Part.DECODE, agent_id)}
             return
-        if ended.is_worker_out_of_reach:
-            self._room.workers.put_aside(ref)
-        source = self._placement.prefill
-        if part is Part.DECODE and source is not None and ended.is_unexplained:  # perhaps it was P who let D down
-            self.avoided |= {ref.agent_id, source.ref.agent_id}
+        source = self._prefill
+        if part is Part.DECODE and source is not None and ended.is_unexplained:
+            # Perhaps P let D down: where P's work can be handed on, another D that fails so too says that it did.
+            # The table of pairs says whether it counts against one end.
+            workers.pair_failed(source.ref, worker.ref, self._inbound.request_id)
+            is_to_be_handed_on = self.handover is not None and not self._was_handed_over
+            self.avoided |= {agent_id} if is_to_be_handed_on else {agent_id, source.agent_id}
             return
-        (self.avoided if ended.is_retryable else self.excluded).add(ref.agent_id)
-
-    async def _answer_whole(self, begun: Answered) -> Outcome:
-        content = begun.content
-        if self._merger.is_concerned(content):
-            await self._hear_prefill()
-            content = self._merger.body(content, self._account(), self._prefilled())
-        await self._answer.json(200, content, self._head())
-        return Outcome.OK
-
-    async def _relay(self, leg: DecodeLeg) -> Outcome:
-        self._room.metrics.ttft.labels(self._prefill_at()).observe(self._room.now() - self._inbound.arrived_s)
-        await self._answer.start_stream(self._head())
-        async for events in leg.events():
-            if isinstance(events, Failure):
-                return await self._break_stream(events)
-            parts: list[bytes] = []
-            for event in events:
-                if self._merger.is_concerned(event.data):
-                    await self._hear_prefill()
-                    parts.append(self._merger.event(event, self._account(), self._prefilled()))
-                else:
-                    parts.append(event.raw)
-            await self._answer.write(b"".join(parts))
-        await self._answer.end()
-        return Outcome.OK if leg.error_event is None else Outcome.BROKEN_STREAM
-
-    async def _break_stream(self, ended: Failure) -> Outcome:
-        self._note(Part.DECODE, self._placement.decode.ref, ended)
-        await self._answer.fail(ended.status, ended.body)
-        return Outcome.BROKEN_STREAM
+        workers.failed(worker.ref, ended.kind.value, self._inbound.request_id)
+        (self.avoided if ended.is_retryable else self.excluded).add(agent_id)
 
     async def _hear_prefill(self) -> None:
         """Give P's answer, if it is still under way, its time; once."""
         if self._prefill_task is not None and not self._is_prefill_heard:
             self._is_prefill_heard = True
-            await asyncio.wait({self._prefill_task}, timeout=PREFILL_ANSWER_WAIT_S)
-
-    def _prefill_end(self) -> Prefilled | Failure | None:
-        task = self._prefill_task
-        return None if task is None or not task.done() or task.cancelled() else task.result()
+            if not self._prefill_task.done():
+                await asyncio.wait({self._prefill_task}, timeout=PREFILL_ANSWER_WAIT_S)
 
     def _prefilled(self) -> Prefilled | None:
-        ended = self._prefill_end()
-        return ended if isinstance(ended, Prefilled) else None
+        ended = self._prefill_outcome()
+        return None if isinstance(ended, Failure) else ended
+
+    def _prefill_outcome(self) -> Prefilled | Failure | None:
+        task = self._prefill_task
+        if self._prefill_end is None and task is not None and task.done() and not task.cancelled():
+            with contextlib.suppress(Exception):
+                return task.result()
+        return self._prefill_end
 
     def _account(self) -> dict[str, Any]:
         """What the router adds to D's account: the pair, the attempt, and P's own words if it has spoken."""
-        source = self._placement.prefill
         account: dict[str, Any] = {
             "attempt": self._number,
-            "prefill_agent": None if source is None else source.ref.agent_id,
-            "decode_agent": self._placement.decode.ref.agent_id,
+            "prefill_agent": None if self._prefill is None else self._prefill.agent_id,
+            "decode_agent": self._decode.agent_id,
         }
-        ended = self._prefill_end()
+        ended = self._prefill_outcome()
         if isinstance(ended, Failure):
             account["prefill_failure"] = ended.code
         elif ended is not None:
@@ -272,41 +419,11 @@ class Attempt:
         return account
 
     def _prefill_at(self) -> str:
-        return "local" if self._placement.prefill is None else "remote"
+        return "local" if self._prefill is None else "remote"
 
-    def _head(self) -> dict[str, str]:
-        return {
-            headers.PREFILL: self._prefill_at(),
-            headers.PREFILL_REASON: self._placement.reason.value,
-            headers.ATTEMPT: str(self._number),
-        }
-
-    def _leg(self, member: Member, part: LegPart) -> Leg:
-        source, destination = self._placement.prefill, self._placement.decode
-        params = None
-        if source is not None:
-            params = TransferParams(
-                transfer_id=self._transfer_id,
-                attempt=self._number,
-                role=part,
-                source=self._end(source),
-                destination=self._end(destination),
-            )
-        leg_headers = dict(self._inbound.leg_headers)
-        rank = self._room.workers.data_parallel_rank(member)
-        if rank is not None:
-            leg_headers[headers.DATA_PARALLEL_RANK] = str(rank)
-        return Leg(
-            what=part.value,
-            url=member.info.http_url.rstrip("/") + self._inbound.path,
-            headers=leg_headers,
-            content=self._inbound.content(member.info.dialect, params),
-        )
-
-    def _end(self, member: Member) -> TransferEnd:
-        return TransferEnd(member.ref.agent_id, self._room.workers.ranks(member), member.info.http_url)
-
-
-async def _close(leg: DecodeLeg, tasks: Iterable[asyncio.Task[Any]]) -> None:
-    await cancel_all(tasks)
-    await leg.aclose()
+    def _head(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (headers.PREFILL_BYTES, self._prefill_at().encode()),
+            (headers.PREFILL_REASON_BYTES, self._record.alone_for or self._placement.reason.value.encode()),
+            (headers.ATTEMPT_BYTES, b"%d" % self._number),
+        ]

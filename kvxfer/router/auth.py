@@ -1,4 +1,4 @@
-"""Who may ask: API keys from a file, compared in constant time. Knows nothing of what is asked."""
+"""Which clients may ask: API keys from a file, compared in constant time. Knows nothing of what is asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY_CHARS_MAX = 1024
 
 
 class ApiKeys:
-    """The keys that clients may use; no keys at all means that nobody is asked for one."""
+    """The keys that clients may use; no keys at all means that no client is asked for one."""
 
     def __init__(self, keys: tuple[str, ...] = ()) -> None:
         self._keys = tuple(key.encode() for key in keys)

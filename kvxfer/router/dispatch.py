@@ -1,7 +1,8 @@
-"""Serves one request: admits it to a pair of workers, and tries again where that is safe.
+"""Serves one request: gives it to a pair of workers, and tries again where that is safe.
 
 Decides how often and where; one try is an `Attempt`. A retry never mixes two transfers: it is a new transfer id, sent
-only after both legs of the old one were closed. It must never know HTTP servers: the answer takes bytes.
+only after both legs of the old one were closed. A finished prefill that another decode worker can use is handed to it.
+It must never know HTTP servers: the answer takes bytes.
 """
 
 from __future__ import annotations
@@ -14,130 +15,197 @@ from collections.abc import Callable
 
 from kvxfer.errors import DeadlineExceededError, DoesNotFitError, NoWorkerError
 from kvxfer.openai.errors import RequestError, error_body, status_for
+from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import DisaggOptions, PrefillAt, decide_prefill
-from kvxfer.policy.place import Placement, PlaceReason, Sizes, place
+from kvxfer.policy.place import Placement, PlaceReason, Sizes, place, transfer_cost
 from kvxfer.router import failure
-from kvxfer.router.answer import Answer
-from kvxfer.router.attempt import Attempt, Room
+from kvxfer.router.answer import ClientAnswer
+from kvxfer.router.attempt import Attempt
+from kvxfer.router.core import RouterCore
+from kvxfer.router.dialects import Handover, dialect
 from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
-from kvxfer.router.metrics import Outcome
-from kvxfer.router.workers import Part
+from kvxfer.router.metrics import RequestOutcome
+from kvxfer.router.record import RequestRecord
+from kvxfer.types import AgentRef, Member
 
 RETRY_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
 PREFILL_TRIES = 2
 """After so many failures of which the last was P's, D computes the prompt itself, where it may."""
+HANDED_ON_GAIN = 1e6
+"""In requests in flight, for a P whose finished work another D can use."""
+SAME_PREFILLER_GAIN = 2.0
+"""The same, for a P whose prefix cache has the prompt."""
 
 
 class Dispatcher:
-    """Serves requests over the workers it is given; lives on one event loop."""
+    """Serves requests over the workers it is given; belongs to one event loop."""
 
     def __init__(
         self,
-        room: Room,
+        core: RouterCore,
         *,
         draw: Callable[[], float] = random.random,
         tie_break: Callable[[], int] = lambda: secrets.randbits(62),
     ) -> None:
-        self._room = room
+        self._core = core
         self._draw = draw
         self._tie_break = tie_break
-        self._disagg = DisaggOptions(room.options.min_remote_prefill_tokens)
+        self._disagg = DisaggOptions(core.options.min_remote_prefill_tokens)
 
-    async def serve(self, inbound: Inbound, answer: Answer) -> Outcome:
+    async def serve(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
         """Answer one request. Cancelling it ends both legs at once; it returns only when both are closed."""
-        left_s = self._room.options.request_timeout_s - (self._room.now() - inbound.arrived_s)
+        timeout_s = self._core.options.request_timeout_s
         try:
-            async with asyncio.timeout(left_s):
-                return await self._try(inbound, answer)
+            async with asyncio.timeout(timeout_s - (self._core.now() - inbound.arrived_s)):
+                return await self._try(inbound, answer, record)
         except TimeoutError:
-            error = DeadlineExceededError(f"request_timeout_s {self._room.options.request_timeout_s:g} passed")
+            error = DeadlineExceededError(f"request_timeout_s {timeout_s:g} passed")
             await answer.give_up(status_for(error), error_body(error))
-            return Outcome.TIMED_OUT
+            return RequestOutcome.TIMED_OUT
         except (RequestError, DoesNotFitError) as error:
-            await answer.fail(status_for(error), error_body(error))
-            return Outcome.CLIENT_ERROR
+            answer.fail(status_for(error), error_body(error))
+            record.code = error.code
+            return RequestOutcome.CLIENT_ERROR
         except NoWorkerError as error:
-            await answer.fail(status_for(error), error_body(error))
-            return Outcome.UNAVAILABLE
+            record.code = error.code
+            answer.fail(status_for(error), error_body(error))
+            return RequestOutcome.UNAVAILABLE
 
-    async def _try(self, inbound: Inbound, answer: Answer) -> Outcome:
-        self._check_model(inbound.parsed.model)
+    async def _try(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
+        inbound = self._with_model(inbound)
+        record.model = inbound.model
         course = _Course(*inbound.needs())
-        while course.last is None or self._may_try_again(course):
-            try:
-                placement = self._place(inbound, course)
-            except NoWorkerError:
-                if course.last is None or course.last.is_of_size:
-                    raise
-                break
-            except DoesNotFitError as error:
-                if course.last is None:
-                    raise _request_error(error, inbound) from None
-                break
-            if course.last is not None:
-                self._room.metrics.retries.labels(course.last.kind.value).inc()
-                if course.avoided & {m.ref.agent_id for m in (placement.prefill, placement.decode) if m is not None}:
-                    await asyncio.sleep(RETRY_BACKOFF.delay_s(max(1, course.failures), random=self._draw()))
-            self._room.metrics.placements.labels(placement.reason.value).inc()
-            course.attempts += 1
-            attempt = Attempt(self._room, inbound, answer, placement, course.attempts)
-            ended = await attempt.run()
-            if isinstance(ended, Outcome):
-                return ended
-            course.failed(ended, attempt)
-            if ended.is_final:
-                break
+        core = self._core
+        core.retries.earn()
+        attempt: Attempt | None = None
+        try:
+            while course.last is None or self._may_try_again(course):
+                try:
+                    placement = self._place(inbound, course, record)
+                except NoWorkerError:
+                    if course.last is None or course.last.is_of_size:
+                        raise
+                    break
+                except DoesNotFitError as error:
+                    if course.last is None:
+                        raise _request_error(error, inbound) from None
+                    break
+                if course.last is not None and not await self._begin_retry(course, placement):
+                    break
+                core.metrics.placed(placement.reason.value)
+                record.placement = placement
+                record.attempts += 1
+                if placement.prefill is None or course.prefiller != placement.prefill.ref:
+                    course.handover = None
+                timeout_s = core.options.request_timeout_s - (core.now() - inbound.arrived_s)
+                attempt = Attempt(
+                    core,
+                    inbound,
+                    answer,
+                    placement,
+                    record,
+                    timeout_s=max(0.001, round(timeout_s, 3)),
+                    handover=course.handover,
+                )
+                ended = await attempt.run()
+                if isinstance(ended, RequestOutcome):
+                    return ended
+                course.failed(ended, attempt, placement)
+                if ended.is_final:
+                    break
+        finally:
+            if attempt is not None:
+                attempt.forgo()
         last = course.last
         assert last is not None
-        await answer.fail(last.status, last.body)
+        record.code = last.code
+        answer.fail(last.status, last.body)
         if last.is_final or last.is_of_size:
-            return Outcome.CLIENT_ERROR
-        return Outcome.UNAVAILABLE if last.status == failure.UNAVAILABLE else Outcome.FAILED
+            return RequestOutcome.CLIENT_ERROR
+        return RequestOutcome.UNAVAILABLE if last.status == failure.UNAVAILABLE else RequestOutcome.FAILED
+
+    async def _begin_retry(self, course: _Course, placement: Placement) -> bool:
+        """Wait as long as a worker that failed this request is to be left alone. False where no retry is left."""
+        assert course.last is not None
+        if not course.last_is_of_size and not self._core.retries.take(self._core.now()):
+            self._core.metrics.retry_refused()
+            return False
+        self._core.metrics.retried(course.last.kind.value)
+        if course.avoided & {m.ref.agent_id for m in (placement.prefill, placement.decode) if m is not None}:
+            await asyncio.sleep(RETRY_BACKOFF.delay_s(max(1, course.failures), random=self._draw()))
+        return True
 
     def _may_try_again(self, course: _Course) -> bool:
         """A failure for size is not counted: that worker is not asked again. And where only P failed, D may still
         compute the prompt."""
-        return course.failures < self._room.options.attempts_max or course.last_is_of_size or self._goes_alone(course)
+        return course.failures < self._core.options.attempts_max or course.last_is_of_size or self._goes_alone(course)
 
     def _goes_alone(self, course: _Course) -> bool:
         """Whether D is to compute the prompt since P failed often enough, or for the last time."""
-        tries = min(PREFILL_TRIES, self._room.options.attempts_max)
-        allows = self._room.options.allows_local_prefill
+        tries = min(PREFILL_TRIES, self._core.options.attempts_max)
+        allows = self._core.options.allows_local_prefill
         return allows and course.last_failed_at is Part.PREFILL and course.failures >= tries
 
-    def _check_model(self, model: str) -> None:
-        models = self._room.workers.models()
-        if models and model not in models:
+    def _with_model(self, inbound: Inbound) -> Inbound:
+        models = self._core.workers.models()
+        if not inbound.model:
+            if len(models) == 1:
+                return dataclasses.replace(inbound, model=models[0])
             raise RequestError(
-                f"model: {model!r} is not served here; there is {', '.join(models)}",
+                f"model: must be given, as there is {', '.join(models) or 'no model'} here", param="model"
+            )
+        if models and inbound.model not in models:
+            raise RequestError(
+                f"model: {inbound.model!r} is not served here; there is {', '.join(models)}",
                 param="model",
                 error_code="model_not_found",
             )
+        return inbound
 
-    def _place(self, inbound: Inbound, course: _Course) -> Placement:
+    def _place(self, inbound: Inbound, course: _Course, record: RequestRecord) -> Placement:
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
-        is_one = inbound.parsed.is_one_sequence  # one transfer id stands for one sequence
-        if not is_one and not self._room.options.allows_local_prefill:
-            raise RequestError(
-                "several prompts or answers in one request need a decode worker that computes the prompt itself, and "
-                "local_prefill is off: send them one by one"
-            )
         goes_alone = self._goes_alone(course)
-        placement = place(
-            self._room.workers.candidates(),
-            model=inbound.parsed.model,
+        splits = inbound.api.generates and wanted.at is PrefillAt.REMOTE and not goes_alone
+        placement = self._choose(inbound, course, splits=splits)
+        if placement.prefill is not None:
+            decoder = self._core.workers.worker(placement.decode.ref)
+            field = dialect(decoder.dialect).refuses_split(inbound)
+            if field is not None:
+                if not self._core.options.allows_local_prefill:
+                    raise RequestError(
+                        f"{field}: a prefill worker and a decode worker cannot share this request, and local_prefill "
+                        "is off, so that no decode worker may compute the prompt itself",
+                        param=field,
+                    )
+                record.alone_for = b"field:" + field.encode()
+                placement = self._choose(inbound, course, splits=False)
+        if goes_alone:
+            agent_id = placement.decode.ref.agent_id
+            if not self._core.may_recompute(agent_id):
+                self._core.metrics.recompute_refused(agent_id)
+                raise NoWorkerError("the prefill worker was lost, and this decode worker has computed enough prompts")
+            self._core.metrics.recomputed(agent_id)
+            return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
+        return placement
+
+    def _choose(self, inbound: Inbound, course: _Course, *, splits: bool) -> Placement:
+        workers = self._core.workers
+        return place(
+            workers.candidates(),
+            model=inbound.model,
             tie_break=self._tie_break(),
             sizes=course.sizes(),
-            wants_remote_prefill=is_one and wanted.at is PrefillAt.REMOTE and not goes_alone,
-            allows_local_prefill=self._room.options.allows_local_prefill,
+            wants_remote_prefill=splits,
+            allows_local_prefill=self._core.options.allows_local_prefill,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
+            cost_between=course.cost_between(),
+            ejected_pairs=workers.ejected_pairs(),
         )
-        return dataclasses.replace(placement, reason=PlaceReason.PREFILL_ASIDE) if goes_alone else placement
 
 
 @dataclasses.dataclass
@@ -146,11 +214,13 @@ class _Course:
 
     need: Need
     likely: Need
-    attempts: int = 0
     failures: int = 0
     last: Failure | None = None
     last_failed_at: Part | None = None
-    """Whose failure the last one was; None where it was one for size."""
+    """Which part failed last; None where the failure was one for size."""
+    prefiller: AgentRef | None = None
+    """The one that computed this prompt, if any did."""
+    handover: Handover | None = None
     excluded: set[str] = dataclasses.field(default_factory=set)
     avoided: set[str] = dataclasses.field(default_factory=set)
     too_small: set[tuple[Part, str]] = dataclasses.field(default_factory=set)
@@ -159,16 +229,32 @@ class _Course:
     def last_is_of_size(self) -> bool:
         return self.last is not None and self.last.is_of_size
 
-    def failed(self, ended: Failure, attempt: Attempt) -> None:
+    def failed(self, ended: Failure, attempt: Attempt, placement: Placement) -> None:
         self.last = ended
         self.avoided |= attempt.avoided
         self.excluded |= attempt.excluded
         self.too_small |= attempt.too_small
         self.failures += not ended.is_of_size
         self.last_failed_at = None if ended.is_of_size else attempt.failed_part
+        source = placement.prefill
+        is_well = attempt.has_prefilled and attempt.failed_part is Part.DECODE
+        if source is not None and is_well and source.ref.agent_id not in attempt.avoided:
+            self.prefiller = source.ref
+            self.handover = attempt.handover if attempt.keeps_prefill else None
+        else:
+            self.prefiller = self.handover = None
         if ended.prompt_tokens is not None:
             self.need = dataclasses.replace(self.need, prompt_tokens=ended.prompt_tokens)
             self.likely = dataclasses.replace(self.likely, prompt_tokens=ended.prompt_tokens)
+
+    def cost_between(self) -> Callable[[Member, Member], float]:
+        """What lies between two workers for this request. A P that computed this prompt is taken first, and whatever
+        it costs where its work can be handed on."""
+        prefiller = self.prefiller
+        if prefiller is None:
+            return transfer_cost
+        gain = HANDED_ON_GAIN if self.handover is not None else SAME_PREFILLER_GAIN
+        return lambda source, destination: transfer_cost(source, destination) - gain * (source.ref == prefiller)
 
     def sizes(self) -> Sizes:
         return Sizes(

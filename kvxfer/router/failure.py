@@ -5,31 +5,55 @@ Decides whether a failure is the client's, the worker's or the wire's; it must n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from kvxfer.errors import DoesNotFitError, KvxferError, OverloadedError, PeerGoneError, ProtocolError
+from kvxfer.errors import (
+    DeadlineExceededError,
+    DoesNotFitError,
+    KvxferError,
+    OverloadedError,
+    PeerGoneError,
+    ProtocolError,
+)
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
 from kvxfer.openai.sse import encode_object
+from kvxfer.router.fleet.kinds import failure_kind
+from kvxfer.router.upstream import UpstreamError, UpstreamPhase
 
 TOO_LARGE = 413
 TOO_MANY = 429
 INTERNAL = 500
+BAD_GATEWAY = 502
 UNAVAILABLE = 503
 
 _TOKENS_MAX = 1 << 40
+_STATUS = re.compile(r"[45][0-9]{2}")
 _TOO_LONG = re.compile(
     r"('max_tokens' or 'max_completion_tokens' is too large: \d+\. )?This model's maximum context length is \d+ tokens"
     r"|You passed \d+ input (tokens|characters) and requested \d+ output tokens\. However, the model's context length"
     r"|(max_tokens|max_completion_tokens|truncate_prompt_tokens)=-?\d+ ?cannot be greater than max_model_len\b"
     r"|The (decoder|encoder) prompt \(length \d+\) (plus the number of requested output tokens \(at least 1\) )?"
     r"is longer than the maximum model length of \d+"
+    r"|The input \(\d+ tokens\) is longer than the model's context length \(\d+ tokens\)"
+    r"|Requested token count exceeds the model's maximum context length of \d+ tokens"
 )
-"""How vLLM begins to say it (renderers/params.py, v1/engine/input_processor.py up to 0.32): it has no code for it. Only
-from its first word on: other messages of vLLM quote the request, whose words are the client's."""
+"""How vLLM begins to say it (renderers/params.py, v1/engine/input_processor.py up to 0.32), and SGLang
+(managers/tokenizer_manager.py of 0.5.23): they have no code for it. Only from its first word on: other messages quote
+the request, whose words are the client's."""
+
+
+class LegFailed(Exception):
+    """Leaves a leg that failed; ``failure`` says how. It never leaves the router."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.code)
+        self.failure = failure
 
 
 class FailureKind(enum.StrEnum):
@@ -44,8 +68,14 @@ class FailureKind(enum.StrEnum):
     a body of that size, or on one connection too many. One that died refuses the next connection."""
     EXHAUSTED = "exhausted"
     """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
+    CONNECT_TIMEOUT = "connect_timeout"
+    """The connection was not made in time: the worker, or the way to it, may only be busy."""
+    OVERRAN = "overran"
+    """The request's own time ran out."""
+    HUNG = "hung"
+    """The worker has the request, and a deadline passed: for its first byte, or between two."""
     GONE = "gone"
-    """The coordinator says that this life of the worker ended."""
+    """The coordinator says that this incarnation of the worker ended."""
     REFUSED = "refused"
     """The worker's own 4xx: the request is at fault, and no other worker would take it."""
     DOES_NOT_FIT = "does_not_fit"
@@ -96,10 +126,6 @@ class Failure:
         """Whether the worker says no more than that it failed (vLLM, of a request that its engine failed)."""
         return self.kind is FailureKind.ERROR and self.status == INTERNAL and self.code == str(INTERNAL)
 
-    @property
-    def is_worker_out_of_reach(self) -> bool:
-        return self.kind in (FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.GONE)
-
 
 def from_error(kind: FailureKind, error: KvxferError) -> Failure:
     """A failure that the router noticed itself."""
@@ -122,18 +148,61 @@ def out_of_sockets() -> Failure:
     return from_error(FailureKind.EXHAUSTED, OverloadedError("the router can open no more connections to workers"))
 
 
+def hung(what: str, phase: UpstreamPhase) -> Failure:
+    """A deadline passed at the worker, while its connection stood."""
+    where = "stopped in the middle of its answer"
+    if phase is UpstreamPhase.FIRST_BYTE:
+        where = "sent no first byte"
+    elif phase is UpstreamPhase.SEND:
+        where = "took too little of the request"
+    return from_error(FailureKind.HUNG, DeadlineExceededError(f"the {what} worker {where} for too long"))
+
+
+def from_upstream(what: str, error: UpstreamError) -> Failure:
+    """The failure that an error of the upstream client stands for."""
+    kind = FailureKind(failure_kind(error))
+    if kind in (FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT):
+        return dataclasses.replace(unreachable(what), kind=kind)
+    if kind is FailureKind.EXHAUSTED:
+        return out_of_sockets()
+    if kind is FailureKind.HUNG:
+        return hung(what, error.phase)
+    if kind is FailureKind.UNREAD:
+        return unread(what)
+    if kind is FailureKind.MALFORMED:
+        return malformed(what, "no HTTP answer, or one beyond the bounds")
+    if kind is FailureKind.GONE:
+        return gone(what)
+    return lost(what)
+
+
+@contextlib.contextmanager
+def of_upstream(what: str) -> Iterator[None]:
+    """Turns the upstream client's errors into LegFailed."""
+    try:
+        yield
+    except UpstreamError as error:
+        raise LegFailed(from_upstream(what, error)) from None
+
+
 def gone(what: str) -> Failure:
     return from_error(FailureKind.GONE, PeerGoneError(f"the {what} worker is gone"))
 
 
 def malformed(what: str, reason: str) -> Failure:
-    return from_error(FailureKind.MALFORMED, ProtocolError(f"the {what} worker's answer is malformed: {reason}"))
+    body = error_body(ProtocolError(f"the {what} worker's answer is malformed: {reason}"))
+    return Failure(FailureKind.MALFORMED, BAD_GATEWAY, body)
+
+
+def of_handover(error: ProtocolError) -> Failure:
+    """P answered, and not what D needs."""
+    return Failure(FailureKind.MALFORMED, BAD_GATEWAY, error_body(error))
 
 
 def from_answer(what: str, status: int, content: bytes) -> Failure:
     """The failure that a worker's own HTTP answer (not a 200) stands for; its error object is kept as it is."""
     body = _error_object(content)
-    is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or body["error"]["retryable"]))
+    is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or _says_busy(body)))
     if is_busy and body is None:
         body = error_body(OverloadedError(f"the {what} worker takes no more requests"))
     if is_busy and body is not None:
@@ -148,7 +217,7 @@ def from_answer(what: str, status: int, content: bytes) -> Failure:
         return Failure(kind, status, body)
     if body is None:
         body = error_body(f"the {what} worker answered {status}")
-    return Failure(FailureKind.ERROR, status if 500 <= status < 600 else 502, body)
+    return Failure(FailureKind.ERROR, status if 500 <= status < 600 else BAD_GATEWAY, body)
 
 
 def from_event(what: str, content: bytes) -> Failure | None:
@@ -164,7 +233,27 @@ def from_event(what: str, content: bytes) -> Failure | None:
         return Failure(FailureKind.REFUSED, 400, body)
     if body["error"]["code"] == OverloadedError.code:
         return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
+    status = _status_in(body["error"]["code"])
+    if status in (TOO_MANY, UNAVAILABLE):
+        body["error"]["retryable"] = True
+        return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
+    if status == TOO_LARGE:
+        return Failure(FailureKind.DOES_NOT_FIT, status, body)
+    if 400 <= status < 500:
+        return Failure(FailureKind.REFUSED, status, body)
     return Failure(FailureKind.ERROR, 500, body)
+
+
+def _says_busy(body: dict[str, Any]) -> bool:
+    """Whether a 503 means that the worker takes nothing now. A worker of kvxfer's says what else it may mean by a code
+    of its own; other engines have none."""
+    error = body["error"]
+    return bool(error["retryable"]) or error["code"] in (str(UNAVAILABLE), KvxferError.code)
+
+
+def _status_in(code: str) -> int:
+    """The HTTP status that vLLM and SGLang write as an error's code; 0 for another code."""
+    return int(code) if _STATUS.fullmatch(code) else 0
 
 
 def _says_too_long(body: dict[str, Any]) -> bool:
@@ -182,8 +271,8 @@ def _error_object(content: bytes) -> dict[str, Any] | None:
         body = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+    error = _error_in(body)
+    if error is None:
         return None
     param = error.get("param")
     whole = {
@@ -198,3 +287,14 @@ def _error_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return {"error": whole}
+
+
+def _error_in(body: Any) -> dict[str, Any] | None:
+    """The object with the message: under ``error``, or itself (SGLang's routes of OpenAI's API answer
+    ``{"object": "error", "message": ...}``), or FastAPI's ``{"detail": ...}``."""
+    if not isinstance(body, dict):
+        return None
+    if isinstance(body.get("detail"), str):
+        return {"message": body["detail"]}
+    error = body if body.get("object") == "error" else body.get("error")
+    return error if isinstance(error, dict) and isinstance(error.get("message"), str) else None

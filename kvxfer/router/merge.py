@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvxfer.openai.sse import Event, encode_event, encode_object
-from kvxfer.router.dialects import VLLM
-from kvxfer.router.legs import Prefilled
+from kvxfer.router.dialects import Prefilled
 
 ACCOUNT = "kvxfer"
-_MARKS = (b'"kvxfer"', b'"prompt_tokens"')
+COUNTS_LOADED = frozenset({"vllm", "vllm-kvxfer", "vllm-mooncake"})
+"""Dialects of engines that count what they loaded from P as cached."""
+MARKS = (b'"kvxfer"', b'"prompt_tokens"')
 """Inside a JSON string the quotes would be escaped."""
 
 
@@ -34,7 +35,7 @@ class Merger:
     @staticmethod
     def is_concerned(content: bytes) -> bool:
         """Whether there may be something to add to in these bytes."""
-        return any(mark in content for mark in _MARKS)
+        return any(mark in content for mark in MARKS)
 
     def event(self, event: Event, extra: dict[str, Any], prefilled: Prefilled | None) -> bytes:
         """The event's bytes, with ``extra`` in its account and P's share in its usage, where it has them."""
@@ -84,7 +85,7 @@ class Merger:
     def _cached_tokens(self, prompt_tokens: int, said: int | None, prefilled: Prefilled | None) -> int | None:
         """None where D's own count stands."""
         theirs = None if prefilled is None else prefilled.cached_tokens
-        if self._dialect == VLLM:
+        if self._dialect in COUNTS_LOADED:
             ours = self._own_cached_of_vllm(prompt_tokens, said)
         elif self._own.get("prefill") == "remote" and theirs is not None:
             ours = said

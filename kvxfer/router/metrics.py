@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvxfer.router.workers import Workers
+from kvxfer.router.fleet.workers import Workers
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
 
-class Outcome(enum.StrEnum):
+class RequestOutcome(enum.StrEnum):
     """How a request ended, from the client's side."""
 
     OK = "ok"
@@ -47,46 +48,121 @@ class _WorkersCollector(Collector):
         usable.add_metric(("decode",), known.decode_ready)
         yield usable
         yield GaugeMetricFamily(
-            "kvxfer_router_workers_aside", "Workers tried last because they could not be reached", value=known.aside
+            "kvxfer_router_workers_ejected",
+            "Workers that get a request only where no other is left",
+            value=known.ejected,
+        )
+        states = GaugeMetricFamily(
+            "kvxfer_router_workers", "Known workers, by the state of their health", labels=("state",)
+        )
+        for state, count in sorted(known.states.items()):
+            states.add_metric((state,), count)
+        yield states
+        yield GaugeMetricFamily(
+            "kvxfer_router_workers_drained", "Workers that an admin gave no new work", value=known.drained
+        )
+        yield GaugeMetricFamily(
+            "kvxfer_router_pairs_ejected", "Pairs that get no request now", value=known.pairs_ejected
         )
         yield GaugeMetricFamily(
             "kvxfer_router_coordinator_connected", "1 while the coordinator is heard", value=float(known.is_connected)
         )
+        counters = self._workers.counters
+        yield _counted("kvxfer_router_ejections", "Ejections of workers", ("worker", "reason"), counters.ejections)
+        yield _counted(
+            "kvxfer_router_probes", "Probes of workers, by how they ended", ("worker", "result"), counters.probes
+        )
+        yield _counted(
+            "kvxfer_router_pair_ejections", "Ejections of pairs", ("prefill", "decode"), counters.pair_ejections
+        )
+
+
+def _counted(name: str, text: str, labels: tuple[str, str], counts: Mapping[tuple[str, str], int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for key, count in sorted(counts.items()):
+        family.add_metric(key, count)
+    return family
 
 
 class RouterMetrics:
-    """All metrics of one router."""
+    """All metrics of one router. Labelled children are looked up once: a request counts with plain calls."""
 
     def __init__(self, workers: Workers) -> None:
         self.registry = CollectorRegistry()
+        registry = self.registry
         self.requests = Counter(
-            "kvxfer_router_requests", "Requests by route and outcome", ("route", "outcome"), registry=self.registry
+            "kvxfer_router_requests", "Requests by route and outcome", ("route", "outcome"), registry=registry
         )
         self.ttft = Histogram(
             "kvxfer_router_ttft_seconds",
             "Arrival of a streaming request to its first event with text",
             ("prefill",),
             buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+            registry=registry,
         )
         self.duration = Histogram(
             "kvxfer_router_request_seconds",
             "Arrival of a request to the last byte of its answer",
             ("route",),
             buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+            registry=registry,
         )
-        self.placements = Counter(
-            "kvxfer_router_placements", "Pairs chosen, by reason", ("reason",), registry=self.registry
+        self.placements = Counter("kvxfer_router_placements", "Pairs chosen, by reason", ("reason",), registry=registry)
+        self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=registry)
+        self.retries_refused = Counter(
+            "kvxfer_router_retries_refused", "New attempts that the budget of retries did not allow", registry=registry
         )
-        self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=self.registry)
         self.leg_failures = Counter(
-            "kvxfer_router_leg_failures", "Legs that failed, by part and kind", ("part", "kind"), registry=self.registry
+            "kvxfer_router_leg_failures", "Legs that failed, by part and kind", ("part", "kind"), registry=registry
+        )
+        self.recomputes = Counter(
+            "kvxfer_router_recomputes",
+            "Prompts that a decode worker was to compute itself because P was lost, by verdict of the budget",
+            ("worker", "verdict"),
+            registry=registry,
+        )
+        self.prefills_forgone = Counter(
+            "kvxfer_router_prefills_forgone",
+            "Finished prefills whose client had left, and whose blocks a decode worker was told to give back",
+            registry=registry,
         )
         self.ready = Gauge(
-            "kvxfer_router_ready", "1 while a request would be placed: what GET /ready answers", registry=self.registry
+            "kvxfer_router_ready", "1 while a request would be placed: what GET /ready answers", registry=registry
         )
         self.registry.register(_WorkersCollector(workers))
+        self._ended = functools.cache(lambda route, outcome: self.requests.labels(route, outcome))
+        self._duration = functools.cache(self.duration.labels)
+        self._ttft = functools.cache(self.ttft.labels)
+        self._placed = functools.cache(self.placements.labels)
+
+    def ended(self, route: str, outcome: RequestOutcome, seconds: float) -> None:
+        self._ended(route, outcome.value).inc()
+        self._duration(route).observe(seconds)
+
+    def first_byte(self, prefill: str, seconds: float) -> None:
+        """The first event with some of the answer went out."""
+        self._ttft(prefill).observe(seconds)
+
+    def placed(self, reason: str) -> None:
+        self._placed(reason).inc()
+
+    def retried(self, reason: str) -> None:
+        self.retries.labels(reason).inc()
+
+    def retry_refused(self) -> None:
+        self.retries_refused.inc()
+
+    def leg_failed(self, part: str, kind: str) -> None:
+        self.leg_failures.labels(part, kind).inc()
+
+    def recomputed(self, worker: str) -> None:
+        self.recomputes.labels(worker, "allowed").inc()
+
+    def recompute_refused(self, worker: str) -> None:
+        self.recomputes.labels(worker, "refused").inc()
+
+    def forgone(self) -> None:
+        self.prefills_forgone.inc()
 
     def render(self) -> bytes:
         """The text exposition of everything."""

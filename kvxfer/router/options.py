@@ -10,6 +10,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 from kvxfer.serving.limits import ServingLimits
 
+DIALECTS = ("vllm", "vllm-mooncake", "vllm-kvxfer", "sglang", "kvxfer")
 LOCAL_PREFILL = ("on", "off")
 PREFILL_FAILURE = ("leave", "redispatch")
 
@@ -25,9 +26,24 @@ class RouterOptions(ServingLimits):
 
     host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs --insecure")
     port: int = _option(0, "port to listen on; 0 takes a free one")
-    coordinator: str = _option("", "host:port of the coordinator; must be given")
+    coordinator: str = _option("", "host:port of the coordinator that names the workers; empty: none is asked")
+    prefill: tuple[str, ...] = _option((), "URL of a prefill worker; may be repeated")
+    decode: tuple[str, ...] = _option((), "URL of a decode worker; may be repeated")
+    engine: tuple[str, ...] = _option((), "URL of an engine that serves whole requests; may be repeated")
+    dialect: str = _option("vllm", "how the workers of --prefill and --decode are asked", DIALECTS)
+    workers_file: str = _option("", "YAML file with workers; it is read again when it changes")
     token_file: str = _option("", "file with the cluster token; empty means the default place")
     api_key_file: str = _option("", "file with the API keys that clients may use, one a line; empty asks for none")
+    kubernetes_selector: str = _option(
+        "", "label selector of the EndpointSlices that name workers; empty: Kubernetes is not asked"
+    )
+    kubernetes_api: str = _option("", "https:// URL of Kubernetes' API server; empty: as a pod is told")
+    kubernetes_namespace: str = _option("", "namespace of the EndpointSlices; empty: the pod's own")
+    kubernetes_token_file: str = _option("", "file with the token for the API server; empty: the pod's own")
+    kubernetes_ca_file: str = _option("", "file with the API server's CA; empty: the pod's own")
+    admin_key_file: str = _option(
+        "", "file with the keys that open the admin routes, one a line; empty: they are open on loopback only"
+    )
     local_prefill: str = _option(
         "on", "on: a decode worker may compute the prompt itself; off: answer 503 instead", LOCAL_PREFILL
     )
@@ -38,16 +54,28 @@ class RouterOptions(ServingLimits):
     max_inflight: int = _option(1024, "requests served at once, from when their body is there; more are answered 503")
     max_answer_bytes: int = _option(64 << 20, "longest answer of a worker to a request without streaming")
     attempts_max: int = _option(3, "how often one request is tried in all")
-    request_timeout_s: float = _option(600.0, "longest time for one request, from its arrival to its last byte")
-    connect_timeout_s: float = _option(
-        2.0, "longest time until a worker takes a connection; for its answer only --request-timeout-s counts"
+    retry_share: float = _option(0.2, "retries that each request earns; the budget of all retries together")
+    retry_floor_per_s: float = _option(5.0, "retries that each second earns, however few requests there are")
+    recompute_per_s: float = _option(
+        1.0, "prompts a second that one decode worker may compute itself because the prefill worker was lost"
     )
-    aside_base_s: float = _option(1.0, "how long a worker that could not be reached is tried last, the first time")
-    aside_cap_s: float = _option(15.0, "how long a worker that could not be reached is tried last, at most")
-    shutdown_grace_s: float = _option(5.0, "how long requests in flight may go on after a stop was asked for")
+    request_timeout_s: float = _option(600.0, "longest time for one request, from its arrival to its last byte")
+    connect_timeout_s: float = _option(2.0, "longest time until a worker takes a connection")
+    send_timeout_s: float = _option(30.0, "longest time until a worker has taken a request's bytes")
+    first_byte_timeout_s: float = _option(
+        600.0, "longest time from a request's last byte to its answer's first, its wait in the worker's queue included"
+    )
+    token_timeout_s: float = _option(60.0, "longest time between two pieces of a stream")
+    failures_to_eject: int = _option(3, "failed requests in a row after which a worker is ejected")
+    eject_base_s: float = _option(0.25, "how long an ejected worker is left alone before it is probed, the first time")
+    eject_cap_s: float = _option(5.0, "how long an ejected worker is left alone before it is probed, at most")
+    slow_start_s: float = _option(10.0, "how long a worker that came back gets less than its share")
+    probe_s: float = _option(1.0, "how often workers are probed that no coordinator watches")
+    shutdown_grace_s: float = _option(25.0, "how long requests in flight may go on after a stop was asked for")
     forward_authorization: bool = _option(
         False, "pass the client's Authorization header on to the workers; otherwise it ends here"
     )
+    forward_header: tuple[str, ...] = _option((), "names of clients' headers that go on to the workers")
     allow_http_host: tuple[str, ...] = _option(
         (), "hosts that requests are sent to, as addresses, networks or names; empty: what the coordinator let in"
     )
@@ -67,18 +95,31 @@ class RouterOptions(ServingLimits):
             )
         if self.min_remote_prefill_tokens < 0:
             raise ConfigError(f"min_remote_prefill_tokens must be 0 or more, not {self.min_remote_prefill_tokens}")
-        for name in ("request_timeout_s", "aside_base_s", "aside_cap_s"):
+        for name in (
+            *("request_timeout_s", "send_timeout_s", "first_byte_timeout_s", "token_timeout_s"),
+            *("eject_base_s", "eject_cap_s", "slow_start_s", "probe_s"),
+        ):
             check_positive(name, getattr(self, name), maximum=86400.0)
         check_positive("connect_timeout_s", self.connect_timeout_s, maximum=30.0)
         check_positive("shutdown_grace_s", self.shutdown_grace_s, maximum=3600.0)
         check_positive("max_inflight", self.max_inflight, maximum=1 << 20)
+        check_positive("failures_to_eject", self.failures_to_eject, maximum=1000)
         check_positive("attempts_max", self.attempts_max, maximum=100)
         check_positive("max_answer_bytes", self.max_answer_bytes, maximum=1 << 30)
-        if self.aside_base_s > self.aside_cap_s:
-            raise ConfigError(f"aside_base_s {self.aside_base_s} must not exceed aside_cap_s {self.aside_cap_s}")
+        if self.eject_base_s > self.eject_cap_s:
+            raise ConfigError(f"eject_base_s {self.eject_base_s} must not exceed eject_cap_s {self.eject_cap_s}")
+        for name in ("retry_share", "retry_floor_per_s", "recompute_per_s"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise ConfigError(f"{name} must be 0 to 1e6, not {getattr(self, name)}")
         HostList("allow_http_host", self.allow_http_host)
         if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback and there is no TLS: pass --insecure to allow it")
+
+    @property
+    def names_a_source(self) -> bool:
+        """Whether anything says which workers there are."""
+        named = (self.coordinator, self.prefill, self.decode, self.engine, self.workers_file, self.kubernetes_selector)
+        return any(named)
 
     @property
     def allows_local_prefill(self) -> bool:

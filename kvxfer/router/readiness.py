@@ -13,10 +13,10 @@ from typing import Any
 
 from kvxfer.errors import KvxferError
 from kvxfer.policy.place import place
-from kvxfer.router.workers import Workers
+from kvxfer.router.fleet.workers import Workers
 
 
-class NotReady(enum.StrEnum):
+class UnreadyReason(enum.StrEnum):
     """Why a request would be refused now."""
 
     DRAINING = "draining"
@@ -27,7 +27,7 @@ class NotReady(enum.StrEnum):
 class Verdict:
     """``reason`` is None where requests would be placed; ``message`` says more, with names of models."""
 
-    reason: NotReady | None = None
+    reason: UnreadyReason | None = None
     message: str = ""
 
     @property
@@ -35,7 +35,7 @@ class Verdict:
         return self.reason is None
 
 
-class Readiness:
+class RouterReadiness:
     """Asks placement as a request would, with nothing known of its size."""
 
     def __init__(self, workers: Workers, *, allows_local_prefill: bool, is_draining: Callable[[], bool]) -> None:
@@ -46,7 +46,7 @@ class Readiness:
     def verdict(self, model: str | None = None) -> Verdict:
         """Of ``model``, or of any model that is served here."""
         if self._is_draining():
-            return Verdict(NotReady.DRAINING, "the router is stopping")
+            return Verdict(UnreadyReason.DRAINING, "the router is stopping")
         models = self._workers.models() if model is None else (model,)
         candidates = self._workers.candidates()
         reasons: list[str] = []
@@ -56,7 +56,7 @@ class Readiness:
                 return Verdict()
             except KvxferError as error:
                 reasons.append(str(error))
-        return Verdict(NotReady.NO_WORKER, "; ".join(reasons) or "no worker is known")
+        return Verdict(UnreadyReason.NO_WORKER, "; ".join(reasons) or self._workers.why_none())
 
     def describe(self, model: str | None = None, *, names_models: bool = True) -> dict[str, Any]:
         """JSON-able account, for ``GET /ready``; without the message where ``names_models`` is off."""
@@ -68,6 +68,6 @@ class Readiness:
             "status": "ready" if verdict.is_ready else "not_ready",
             **why,
             "workers_ready": {"prefill": known.prefill_ready, "decode": known.decode_ready},
-            "workers_aside": known.aside,
+            "workers_ejected": known.ejected,
             "coordinator_connected": known.is_connected,
         }

@@ -18,11 +18,14 @@ from kvxfer.cli.flags import options_from
 from kvxfer.engine import model_store
 from kvxfer.engine.http import WorkerHttp
 from kvxfer.policy.admit import AdmitOptions
-from kvxfer.router.app import Door, build_app
+from kvxfer.router.admin import AdminAccess
+from kvxfer.router.app import build_app
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.core import RouterCore
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.router.front import Door, Front
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
-from kvxfer.router.workers import Workers
 from kvxfer.serving.bodies import Bodies
 from kvxfer.types import check_agent_id
 
@@ -137,10 +140,12 @@ def test_workers_and_router_listen_where_the_health_check_asks_whether_they_are_
 
 
 def test_the_health_checks_route_is_one_of_router_and_worker() -> None:
-    door, room = Door(AdmitOptions()), SimpleNamespace(workers=Workers(), options=RouterOptions())
-    room.metrics = RouterMetrics(room.workers)
+    workers = Workers()
+    core, door = RouterCore(RouterOptions(), workers, RouterMetrics(workers)), Door(AdmitOptions())
     bodies = Bodies(RouterOptions())
-    router = build_app(room, ApiKeys(), door, bodies)  # type: ignore[arg-type]
+    router = build_app(
+        core, ApiKeys(), door, Front(core, ApiKeys(), door), AdminAccess(ApiKeys(), is_loopback=True), bodies
+    )
     engine = SimpleNamespace(executor=SimpleNamespace(digests=None))
     worker = WorkerHttp(
         engine,  # type: ignore[arg-type]

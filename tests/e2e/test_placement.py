@@ -101,7 +101,7 @@ async def test_prefill_worker_without_http_delays_no_request(cluster: Cluster, t
             answer = await ask(cluster.url("router"), completion(prompt, TOKENS, "tiny", stream=True))
             assert time.monotonic() - began_s < 15.0
             assert (answer.status, answer.prefill) == (200, "local")
-            assert answer.headers["x-kvxfer-prefill-reason"] == "prefill_aside"
+            assert answer.headers["x-kvxfer-prefill-reason"] == "prefill_ejected"
             tiny_reference.check(answer.token_ids, prompt, TOKENS)
             await cluster.worker("p2", "prefill", **LARGE)
             await cluster.seen("d1", "source", "p2")

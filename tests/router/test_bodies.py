@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
 from kvxfer.engine.options import WorkerOptions
-from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, TransferEnd, TransferParams
+from kvxfer.openai.transfer_params import LEG_BYTES_MAX
 from kvxfer.policy.admit import Admission, admit
-from kvxfer.protocol.http_url import URL_CHARS_MAX
-from kvxfer.router.dialects import DIALECTS, leg_body
 from kvxfer.router.options import RouterOptions
-from kvxfer.types import Role, TransferId
-from tests.support.fake_workers import MODEL, FakeWorker, eventually, router_over
+from kvxfer.types import Role
+from tests.support.fake_workers import FakeWorker, eventually, router_over
 
 
 async def test_router_body_that_never_ends_is_408_and_keeps_no_other_out() -> None:
@@ -40,7 +37,7 @@ async def test_the_door_counts_a_request_once_and_before_its_body_is_parsed(monk
         asked.append(inflight)
         return admit(inflight, **others)
 
-    monkeypatch.setattr("kvxfer.router.app.admit", counting)
+    monkeypatch.setattr("kvxfer.router.front.admit", counting)
     d = FakeWorker("d0")
     d.hold = asyncio.Event()
     async with router_over(d, max_inflight=1) as router:
@@ -95,7 +92,7 @@ ODD = (
 ).encode()
 
 
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+@pytest.mark.parametrize("dialect", ["kvxfer", "vllm"])
 async def test_router_legs_get_the_clients_bytes_as_they_came(dialect: str) -> None:
     p, d = Raw("p", Role.PREFILL, dialect=dialect), Raw("d", dialect=dialect)
     async with router_over(p, d) as router:
@@ -103,21 +100,15 @@ async def test_router_legs_get_the_clients_bytes_as_they_came(dialect: str) -> N
         assert answer.headers["x-kvxfer-prefill"] == "remote"
         router.publish(d)
         assert (await router.client.post("/v1/completions", content=ODD)).status_code == 200
-    head = ODD.rstrip()[:-1].rstrip() + b',"kv_transfer_params":{"transfer_id"'
-    assert d.bodies[0].startswith(head)
+    rest = b"," + ODD.lstrip()[1:]
+    assert d.bodies[0].startswith(b'{"kv_transfer_params":{')
+    assert d.bodies[0].endswith(rest)
     assert d.bodies[1] == ODD  # nothing to add, nothing to change
     if dialect == "kvxfer":
-        assert p.bodies[0].startswith(head)
+        assert p.bodies[0].endswith(rest)
     else:
-        members = [
-            b'"model" :"tiny"',
-            '"prompt":"\u9de1 \\u00e9"'.encode(),
-            b'"x":["\\ud800",1.0,1e2,-0,1e999,{"a":1,"a":2}]',
-            b'"x\\u0079":"}"',
-            b'"max_tokens":1',
-            b'"kv_transfer_params":{"transfer_id"',
-        ]
-        assert p.bodies[0].startswith(b"{" + b",".join(members))
+        assert b'"max_tokens":1,' in p.bodies[0]
+        assert p.bodies[0].endswith(rest.replace(b',  "max_tokens": 3', b""))
 
 
 async def test_router_clients_own_transfer_params_never_reach_a_worker() -> None:
@@ -128,18 +119,6 @@ async def test_router_clients_own_transfer_params_never_reach_a_worker() -> None
             router.publish(*fakes)
             assert (await router.client.post("/v1/completions", content=body)).status_code == 200
     assert [leg.body.get("kv_transfer_params", {}).get("mine") for leg in p.received + d.received] == [None] * 3
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-@pytest.mark.parametrize("role", list(Part))
-def test_router_adds_no_more_to_a_leg_than_the_workers_bound_leaves_room_for(dialect: str, role: Part) -> None:
-    longest = TransferEnd("a" * 64, 1 << 31, "h" * URL_CHARS_MAX)
-    params = TransferParams(TransferId(bytes(16)), 1 << 16, role, longest, longest)
-    text = "\u9de1" * 5000
-    for values in ({}, {"max_completion_tokens": 5, "kv_transfer_params": {}}, {"stream": True}):
-        body = json.dumps({"model": MODEL, "prompt": text, **values}, ensure_ascii=False).encode()
-        names = {"model", "prompt", *values}
-        assert len(leg_body(dialect, body, names, params, "0" * 55)) <= len(body) + LEG_BYTES_MAX
 
 
 def test_router_body_bound_lies_below_the_workers_by_what_the_router_adds() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.router.workers import Workers
-from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, Member, Membership, PoolRecord, Role
+from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, Membership, PoolRecord, Role
 from tests.support.fake_workers import MODEL, FakeWorker, events, router_over, texts
 
 
@@ -98,30 +97,3 @@ async def test_of_engines_behind_one_address_the_leg_names_the_one_that_was_chos
         router.workers.update(Membership(3, (alone, engines[1])))  # it has its address for itself
         await router.complete()
         assert "x-data-parallel-rank" not in fakes[shared].received[-1].headers
-
-
-def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> None:
-    fake, workers = FakeWorker("p", dialect="vllm"), Workers()
-
-    def rank(name: str, **info: str) -> Member:
-        member = fake.member
-        return dataclasses.replace(
-            member,
-            ref=AgentRef(name, Incarnation(1, bytes(16))),
-            info=dataclasses.replace(member.info, agent_id=name, **info),
-        )
-
-    members = [fake.member, *(rank(name, http_url="") for name in ("p.1", "p.2", "p.4", "p.x")), rank("q"), rank("q.1")]
-    workers.update(Membership(1, tuple(members)))
-    assert [workers.ranks(member) for member in (members[0], members[5])] == [3, 1]
-
-
-@pytest.mark.parametrize("dialects", [("kvxfer", "kvxfer"), ("kvxfer", "vllm"), ("vllm", "kvxfer")])
-def test_another_agent_with_such_a_name_is_no_rank(dialects: tuple[str, str]) -> None:
-    one, other = (
-        FakeWorker(name, dialect=dialect).member for name, dialect in zip(("w", "w.1"), dialects, strict=True)
-    )
-    other = dataclasses.replace(other, info=dataclasses.replace(other.info, http_url=""))
-    workers = Workers()
-    workers.update(Membership(1, (one, other)))
-    assert workers.ranks(one) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import pathlib
 import socket
@@ -15,91 +14,13 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
-from kvxfer.policy.backoff import Backoff
 from kvxfer.router import failure, headers
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.failure import FailureKind
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve
-from kvxfer.router.workers import Part, Workers
 from kvxfer.rpc import load_or_create_token
-from kvxfer.types import Incarnation, Membership
-from tests.support.fake_workers import FakeWorker, eventually, free_port
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-async def test_an_unreachable_worker_is_aside_for_longer_each_time_until_it_answers() -> None:
-    clock = Clock()
-    workers = Workers(aside=Backoff(base_s=1.0, cap_s=4.0), now=clock, draw=lambda: 0.0)
-    member = FakeWorker("d0").member
-    workers.put_aside(member.ref)
-    assert not workers.is_aside(member.ref)
-    workers.update(Membership(1, (member,)))
-    for wait_s in (1.0, 2.0, 4.0, 4.0):
-        workers.put_aside(member.ref)
-        workers.put_aside(member.ref)
-        assert [candidate.is_aside for candidate in workers.candidates()] == [True]
-        clock.now_s += wait_s - 0.01
-        assert workers.is_aside(member.ref)
-        clock.now_s += 0.02
-        assert not workers.is_aside(member.ref)
-    workers.reached(member.ref)
-    workers.put_aside(member.ref)
-    clock.now_s += 1.01
-    assert not workers.is_aside(member.ref)
-
-
-async def test_another_life_of_a_worker_starts_afresh() -> None:
-    workers = Workers()
-    fake = FakeWorker("d0")
-    old = fake.member
-    workers.update(Membership(1, (old,)))
-    workers.put_aside(old.ref)
-    with workers.working(old.ref, Part.DECODE), workers.watching(old.ref) as ended:
-        assert workers.candidates()[0].decode_inflight == 1
-        fake.incarnation = Incarnation(10_000, bytes(16))
-        workers.update(Membership(2, (fake.member,), (old.ref,)))
-        assert ended.is_set()
-        [candidate] = workers.candidates()
-        assert (candidate.is_aside, candidate.decode_inflight) == (False, 0)
-        assert workers.inflight() == {("d0", "decode"): 1, ("d0", "prefill"): 0}
-    assert workers.statistics().inflight == 0
-    with workers.watching(old.ref) as ended:
-        assert ended.is_set()
-
-
-async def test_suspicions_of_a_lost_coordinator_only_push_a_worker_back() -> None:
-    workers = Workers()
-    known, suspect = FakeWorker("d0").member, dataclasses.replace(FakeWorker("d1").member, is_suspect=True)
-
-    def seen() -> list[tuple[bool, bool]]:
-        return [(candidate.member.is_suspect, candidate.is_aside) for candidate in workers.candidates()]
-
-    workers.is_connected = True
-    workers.update(Membership(1, (known, suspect)))
-    assert seen() == [(False, False), (True, False)]
-    workers.is_connected = False
-    assert seen() == [(False, False), (False, True)]
-    workers.update(Membership(2, (suspect,), (known.ref,)))
-    assert seen() == [(False, False)]
-
-
-async def test_an_unchanged_membership_ends_nobody() -> None:
-    workers = Workers()
-    member = FakeWorker("d0").member
-    workers.update(Membership(1, (member,)))
-    with workers.watching(member.ref) as ended:
-        workers.update(Membership(2, (member,)))
-        assert not ended.is_set()
-    assert workers.models() == ("tiny",)
-    assert repr(workers) == "Workers(revision=2, members=1, is_connected=False)"
+from tests.support.fake_workers import eventually, free_port
 
 
 def test_keys_come_from_a_file(tmp_path: pathlib.Path) -> None:
@@ -151,7 +72,7 @@ def test_headers_are_kept_only_where_they_make_sense() -> None:
         {"request_timeout_s": 0},
         {"connect_timeout_s": 31.0},
         {"max_body_bytes": 0},
-        {"aside_base_s": 20.0},
+        {"eject_base_s": 20.0},
         {"host": "0.0.0.0"},
         {"host": "example.org"},
     ],

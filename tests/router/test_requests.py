@@ -41,7 +41,9 @@ async def test_both_legs_get_the_same_request_and_each_its_role() -> None:
         assert prefill.params is not None
         assert decode.params is not None
         assert prefill.params == {**decode.params, "role": "prefill"}
+        assert 590.0 < decode.params["timeout_s"] <= 600.0
         assert decode.params == {
+            "timeout_s": decode.params["timeout_s"],
             "transfer_id": str(TransferId.from_hex(decode.params["transfer_id"])),
             "attempt": 1,
             "role": "decode",

@@ -114,7 +114,7 @@ async def test_a_refusal_for_size_is_not_counted_against_the_worker_nor_against_
     async with router_over(*small, d, attempts_max=1) as router:
         answer = await router.complete()
         assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
-        assert await router.metric("kvxfer_router_workers_aside") == 0
+        assert await router.metric("kvxfer_router_workers_ejected") == 0
         for p in small:
             p.always_fails = None
         assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"
@@ -239,4 +239,4 @@ async def test_a_body_that_is_too_long_for_one_worker_is_asked_of_another() -> N
         assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
         d.always_fails = p.always_fails
         assert (await router.complete()).status_code == 413
-        assert await router.metric("kvxfer_router_workers_aside") == 0
+        assert await router.metric("kvxfer_router_workers_ejected") == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from kvxfer.router import attempt
-from kvxfer.router.legs import Prefilled
+from kvxfer.router.dialects import dialect
 from kvxfer.types import Role
 from tests.support.fake_workers import FakeWorker, Running, events, failing, router_over
 
@@ -146,4 +147,4 @@ async def test_a_stream_of_vllm_has_no_account_and_counts_the_prefillers() -> No
     ],
 )
 def test_where_a_prefiller_says_what_it_had_cached(answer: dict[str, Any], count: int | None) -> None:
-    assert Prefilled(answer).cached_tokens == count
+    assert dialect("vllm").prefilled(json.dumps(answer).encode()).cached_tokens == count

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.protocol.http_url import HostList
-from kvxfer.router.workers import Workers
+from kvxfer.router.fleet.workers import Workers
 from kvxfer.types import Member, Membership, Role
 from tests.support.fake_workers import FakeWorker, router_over
 
@@ -28,7 +28,7 @@ async def test_router_worker_with_a_wrong_address_gets_no_request(url: str, capl
         with caplog.at_level(logging.WARNING, "kvxfer.router"):
             for revision in range(3):
                 router.workers.update(Membership(revision, (wrong,)))
-        assert [record.message for record in caplog.records] == ["a worker gets no requests"]  # once a life
+        assert [record.message for record in caplog.records] == ["a worker gets no requests"]  # once an incarnation
         assert (await router.complete()).status_code == 503
         assert (await router.client.get("/v1/models")).json()["data"] == []
         assert d.received == []
@@ -81,7 +81,7 @@ async def test_router_follows_no_redirect_of_a_worker() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 100_000, 8 << 20])
-async def test_router_leg_whose_worker_hangs_up_before_its_answer_puts_no_worker_aside(length: int) -> None:
+async def test_router_leg_whose_worker_hangs_up_before_its_answer_ejects_no_worker(length: int) -> None:
     """As a server does that refuses a size, or one connection too many: the reset can overtake its answer, and all of a
     small body is in the sockets' buffers by then.
     """
@@ -99,10 +99,10 @@ async def test_router_leg_whose_worker_hangs_up_before_its_answer_puts_no_worker
         answer = await router.complete(extra="x" * length)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "peer_gone")
         assert await router.metric('kvxfer_router_leg_failures_total{kind="unread",part="decode"}') == 1
-        assert router.workers.statistics().aside == 0
+        assert router.workers.statistics().ejected == 0
 
 
-async def test_router_leg_whose_worker_answers_what_is_not_http_puts_it_aside() -> None:
+async def test_router_leg_whose_worker_answers_what_is_not_http_ejects_it_after_three() -> None:
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}")  # all of the request: what is left unread would reset the connection
         writer.write(b"\x00 no HTTP\r\n\r\n")
@@ -114,9 +114,11 @@ async def test_router_leg_whose_worker_answers_what_is_not_http_puts_it_aside() 
         d.quit()
         port = server.sockets[0].getsockname()[1]
         router.workers.update(Membership(2, (elsewhere(d.member, f"http://127.0.0.1:{port}"),)))
-        assert (await router.complete()).status_code == 502
-        assert await router.metric('kvxfer_router_leg_failures_total{kind="lost",part="decode"}') == 1
-        assert router.workers.statistics().aside == 1
+        for _ in range(3):
+            assert router.workers.statistics().ejected == 0
+            assert (await router.complete()).status_code == 502
+        assert await router.metric('kvxfer_router_leg_failures_total{kind="malformed",part="decode"}') == 3
+        assert router.workers.statistics().ejected == 1
 
 
 async def test_router_that_can_open_no_connection_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +140,12 @@ async def test_router_that_can_open_no_connection_blames_no_worker(monkeypatch: 
         await writer.wait_closed()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"overloaded"' in answer
-        assert router.workers.statistics().aside == 0
+        assert router.workers.statistics().ejected == 0
         assert (await router.complete()).status_code == 200
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 429])
-async def test_router_workers_4xx_puts_no_worker_aside(status: int) -> None:
+async def test_router_workers_4xx_ejects_no_worker(status: int) -> None:
     d, p = FakeWorker("d0"), FakeWorker("p0", Role.PREFILL)
     async with router_over(d, p) as router:
         for fake in (d, p):
@@ -152,5 +154,5 @@ async def test_router_workers_4xx_puts_no_worker_aside(status: int) -> None:
             expected = 503 if status == 429 else status
             assert answer.status_code in ((expected,) if fake is d else (expected, 200))  # d may be done before p
             fake.always_fails = None
-        assert router.workers.statistics().aside == 0
+        assert router.workers.statistics().ejected == 0
         assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"

@@ -16,9 +16,9 @@ import httpx
 import uvicorn
 
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve_workers
-from kvxfer.router.workers import Workers
 from kvxfer.serving.server import listening
 from kvxfer.types import (
     AgentRef,
@@ -356,6 +356,12 @@ def events(text: str) -> list[Any]:
     assert parts.pop() == ""
     assert all(part.startswith("data: ") for part in parts), parts
     return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+
+
+def broken(chunks: list[Any]) -> dict[str, Any]:
+    """The error that ended a stream, which ended well formed."""
+    assert chunks[-1] == "[DONE]", chunks
+    return dict(chunks[-2]["error"])
 
 
 def texts(chunks: list[Any]) -> str:

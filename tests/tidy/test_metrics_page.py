@@ -26,8 +26,8 @@ from kvxfer.engine.executor import Counters
 from kvxfer.engine.metrics import EngineMetrics
 from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.scheduler import Scheduler, SchedulerLimits
+from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.metrics import RouterMetrics
-from kvxfer.router.workers import Workers
 from kvxfer.types import Lane
 
 pytestmark = pytest.mark.checkout
@@ -72,6 +72,8 @@ def engine_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 def router_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     workers = Workers()
     monkeypatch.setattr(workers, "inflight", lambda: {("d", "decode"): 1})
+    for counts in (workers.counters.ejections, workers.counters.probes, workers.counters.pair_ejections):
+        workers.counters.add(counts, "d", "lost")
     return RouterMetrics(workers).registry
 
 

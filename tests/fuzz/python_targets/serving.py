@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import sys
-from collections.abc import Coroutine
 from typing import Any
-
-import httpx
 
 from kvxfer.connectors.vllm import params as vllm_params
 from kvxfer.connectors.vllm import wire
@@ -17,12 +14,20 @@ from kvxfer.engine.unsupported import IgnoredFields
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.openai import schemas
 from kvxfer.openai.errors import RequestError, error_body
-from kvxfer.openai.sse import CONTENT_TYPE, DONE, EventDecoder, encode_event, encode_object
-from kvxfer.openai.transfer_params import LEG_BYTES_MAX, PARAM, Part, TransferEnd, TransferParams, parse_transfer_params
+from kvxfer.openai.sse import DONE, EventDecoder, encode_event, encode_object
+from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, TransferEnd, TransferParams, parse_transfer_params
 from kvxfer.router import dialects, failure, headers, legs, merge
+from kvxfer.router.apis import api_of
+from kvxfer.router.apis.api import Api
+from kvxfer.router.apis.routes import CHAT as CHAT_COMPLETIONS
+from kvxfer.router.apis.routes import COMPLETIONS, GENERATE_API, MESSAGES_API, RESPONSES_API
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.dialects import HandoverError, Prefilled, vllm_prefill
 from kvxfer.router.inbound import Inbound
+from kvxfer.router.stream_relay import StreamRelay
+from kvxfer.router.upstream.head import encode_head
 from tests.fuzz.python_targets.samples import REF, TRANSFER, Target
+from tests.support.router_bodies import PAIR, D
 
 
 def transfer_params(data: bytes) -> object:
@@ -31,42 +36,47 @@ def transfer_params(data: bytes) -> object:
     return found
 
 
-CHANGED = {PARAM, "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-CHANGED |= {"min_tokens", "prompt_logprobs", "return_token_ids"}
+CHANGED = {"max_tokens", "max_completion_tokens", "stream", "ignore_eos", "stop_token_ids", "vllm_xargs"}
+CHANGED |= {*dialects.CLIENT_FIELDS, *vllm_prefill.DROPPED}
 PARAMS = TransferParams(TRANSFER, 2, Part.DECODE, TransferEnd("p", 1, "a"), TransferEnd("d", 1, "b"))
+HANDED = dialects.Handover(b'{"remote_request_id":"r"}')
 
 
-def passed_on(path: str, parsed: schemas.AnyRequest, body: bytes, values: dict[str, Any]) -> object:
+def passed_on(path: str, body: bytes) -> object:
     """As the router reads a request, and writes it for engines of each dialect: no member changes that need not, and
     the body grows by no more than the router may add.
     """
-    trace = {"traceparent": headers.next_traceparent(None)}
-    inbound = Inbound(path, body, frozenset(values), parsed, trace, "id", 0.0)
+    api = api_of(path)
+    assert api is not None
+    inbound = Inbound.read(api, body, leg_headers=((b"traceparent", headers.next_traceparent(None).encode()),))
+    values = json.loads(body)
     tokens, _ = inbound.prompt_tokens()
     assert tokens >= 0
-    for dialect in sorted(dialects.DIALECTS):
-        for params in (None, PARAMS, dataclasses.replace(PARAMS, role=Part.PREFILL)):
-            content = inbound.content(dialect, params)
+    for name in sorted(dialects.DIALECTS):
+        spoken = dialects.dialect(name)
+        legs_made = [spoken.alone_leg(inbound, D), spoken.decode_leg(inbound, PAIR, HANDED)]
+        if spoken.order is not dialects.Order.ALONE:
+            legs_made.append(spoken.prefill_leg(inbound, PAIR))
+        for leg in legs_made:
+            content = leg.content()
             assert len(content) <= len(body) + LEG_BYTES_MAX
             passed = json.loads(content)
-            assert all(name not in values or values[name] == passed[name] for name in passed.keys() - CHANGED)
+            assert all(field not in values or values[field] == passed[field] for field in passed.keys() - CHANGED)
             assert values.keys() - passed.keys() <= CHANGED
-    return parsed
+    return inbound
 
 
 def completion(data: bytes) -> object:
-    values = schemas.load_object(data)
-    passed_on("/v1/completions", schemas.parse_completion(values), data, values)
-    parsed = engine_schemas.parse_completion(values)
+    passed_on("/v1/completions", data)
+    parsed = engine_schemas.parse_completion(schemas.load_object(data))
     if parsed.kv_transfer_params is not None:
         parse_transfer_params(parsed.kv_transfer_params)
     return IgnoredFields().note(parsed.model_extra or {})
 
 
 def chat(data: bytes) -> object:
-    values = schemas.load_object(data)
-    passed_on("/v1/chat/completions", schemas.parse_chat(values), data, values)
-    parsed = engine_schemas.parse_chat(values)
+    passed_on("/v1/chat/completions", data)
+    parsed = engine_schemas.parse_chat(schemas.load_object(data))
     assert [message.model_dump() for message in parsed.messages]
     return IgnoredFields().note(parsed.model_extra or {})
 
@@ -76,38 +86,27 @@ KEYS = ApiKeys(("secret-key",))
 
 def request_headers(data: bytes) -> object:
     """Those that the router looks at, one a line."""
-    lines = [*data.decode("latin-1").split("\n"), "", "", "", ""]
-    received = dict(zip(("traceparent", "tracestate", "authorization", headers.REQUEST_ID), lines, strict=False))
+    lines = [*data.decode("latin-1").split("\n"), "", "", "", "", ""]
+    names = ("traceparent", "tracestate", "authorization", headers.REQUEST_ID, "x-kept")
+    received = dict(zip(names, lines, strict=False))
     KEYS.check(received["authorization"])
     request_id = headers.request_id(received[headers.REQUEST_ID])
-    passed = headers.leg_headers(received, request_id=request_id, forwards_authorization=True)
-    httpx.Request("POST", "http://127.0.0.1:1", headers=passed)
+    passed = headers.leg_header_pairs(
+        [(name.encode(), value.encode("latin-1")) for name, value in received.items()],
+        request_id=request_id,
+        forwards_authorization=True,
+        passed=headers.check_passed(["X-Kept"]),
+    )
+    assert encode_head("POST", "/v1/completions", b"h", passed, 2).count(b"\r\n\r\n") == 1
     return passed
 
 
-def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """What comes of a coroutine that waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
-
-
-LEG = legs.Leg("decode", "http://127.0.0.1:1/v1/completions", {}, b"{}")
 STATUSES_OF_A_WORKER = (200, 200, 200, 400, 404, 429, 500, 503, 302, 599)
 
 
-def answering(data: bytes, kind: str) -> httpx.AsyncClient:
-    """What a worker answers: the first byte chooses the status, and the body comes in two pieces."""
-    status, body = STATUSES_OF_A_WORKER[(data or b"\0")[0] % len(STATUSES_OF_A_WORKER)], data[1:]
-
-    async def pieces() -> Any:
-        yield body[: len(body) // 2]
-        yield body[len(body) // 2 :]
-
-    answer = httpx.MockTransport(lambda _: httpx.Response(status, headers={"content-type": kind}, content=pieces()))
-    return httpx.AsyncClient(transport=answer)
+def answered(data: bytes) -> tuple[int, bytes]:
+    """What a worker answers: the first byte chooses the status."""
+    return STATUSES_OF_A_WORKER[(data or b"\0")[0] % len(STATUSES_OF_A_WORKER)], data[1:]
 
 
 def was_added_to(values: Any) -> bool:
@@ -119,40 +118,57 @@ def was_added_to(values: Any) -> bool:
 
 
 def worker_answer(data: bytes) -> object:
-    """The answer of a prefill worker, then the same of a decode worker without a stream."""
-    prefilled = finished(legs.prefill(answering(data, "application/json"), LEG))
-    leg = legs.DecodeLeg(answering(data, "application/json"), LEG, streams=False, answer_bytes_max=1 << 20)
-    answered = finished(leg.begin())
-    if isinstance(prefilled, failure.Failure):
-        assert isinstance(answered, failure.Failure)
-        assert encode_object(answered.body)
-        return prefilled
-    extra = {"attempt": 2, **prefilled.account()}
-    for dialect in sorted(dialects.DIALECTS):
-        merged = merge.Merger(dialect, has_source=True).body(answered.content, extra, prefilled)
-        assert merged == answered.content or was_added_to(json.loads(merged))
-    return prefilled
+    """The answer of a prefill worker, and the same of a decode worker without a stream."""
+    status, content = answered(data)
+    if status != 200:
+        failed = failure.from_answer("decode", status, content)
+        assert encode_object(failed.body)
+        return failed
+    for name in sorted(dialects.DIALECTS):
+        spoken = dialects.dialect(name)
+        with contextlib.suppress(HandoverError):
+            spoken.handover(content)
+        prefilled = spoken.prefilled(content)
+        if legs.is_object(content):
+            merged = merge.Merger(name, has_source=True).body(content, {"attempt": 2, **prefilled.account()}, prefilled)
+            assert merged == content or was_added_to(json.loads(merged))
+    return content
 
 
 def worker_stream(data: bytes) -> object:
     """The client gets whole events: the worker's own bytes, or JSON."""
-    leg = legs.DecodeLeg(answering(data, CONTENT_TYPE), LEG, streams=True, answer_bytes_max=1 << 20)
+    _, content = answered(data)
+    for api in (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES_API, MESSAGES_API, GENERATE_API):
+        for name in ("kvxfer", "vllm"):
+            _relayed(api, name, content)
+    return content
 
-    async def follow() -> Any:
-        failed = await leg.begin()
-        return [failed] if failed is not None else [item async for item in leg.events()]
 
-    items = finished(follow())
-    for item in items:
-        if isinstance(item, failure.Failure):
-            assert encode_event(item.body)
-            continue
-        for event in item:
-            for dialect in sorted(dialects.DIALECTS):
-                merger = merge.Merger(dialect, has_source=True)
-                passed = merger.event(event, {"attempt": 2}, legs.Prefilled({"usage": {"cached_tokens": 7}}))
-                assert passed == event.raw or was_added_to(EventDecoder().feed(passed)[0].json())
-    return items
+def _relayed(api: Api, name: str, content: bytes) -> None:
+    merger = merge.Merger(name, has_source=True)
+    written: list[bytes] = []
+    relay = StreamRelay(
+        api.style,
+        begin=lambda: written.append(b""),
+        write=written.append,
+        edit=lambda event: merger.event(event, {"attempt": 2}, Prefilled(cached_tokens=7)),
+        edit_marks=merge.MARKS,
+    )
+    half = len(content) // 2
+    failed: failure.Failure | None = None
+    try:
+        for piece in (content[:half], content[half:]):
+            relay.feed(piece)
+        relay.end()
+    except failure.LegFailed as error:
+        failed = error.failure
+    if failed is not None:
+        assert encode_object(failed.body)
+        if relay.has_begun:
+            written.append(api.style.end_with_error(failed.body))
+    decoder = EventDecoder()
+    decoder.feed(b"".join(written))
+    assert not decoder.has_partial_event
 
 
 def vllm_notification(data: bytes) -> object:

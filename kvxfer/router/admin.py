@@ -1,0 +1,105 @@
+"""Admin routes: list, add, drain and remove workers.
+
+Decides which callers may: a caller with the admin key, or any caller where the router listens on loopback only and no
+key was set. It must never choose a worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from kvxfer.errors import ConfigError
+from kvxfer.openai.errors import RequestError
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.fleet.worker import KEYS, EngineDialect, Worker, WorkerSource, stock_worker
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.types import Role
+
+NO_ADMIN = (
+    "admin routes need an admin key (--admin-key-file) where the router listens beyond loopback, and this one has none"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdminAccess:
+    """``keys`` open the admin routes. Without keys they are open on a loopback listener, and closed elsewhere."""
+
+    keys: ApiKeys
+    is_loopback: bool
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError (401, 403) unless the caller may administer."""
+        if self.keys.is_required:
+            self.keys.check(request.headers.get("authorization"))
+        elif not self.is_loopback:
+            raise RequestError(NO_ADMIN, status=403, error_code="admin_closed")
+
+
+def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> None:
+    """Put the admin routes into ``app``."""
+
+    def known(agent_id: str) -> None:
+        if not any(worker["agent_id"] == agent_id for worker in workers.describe()):
+            raise RequestError(
+                f"worker: {agent_id!r} is not known here", param="worker", status=404, error_code="worker_not_found"
+            )
+
+    @app.get("/workers", tags=["admin"])
+    async def list_workers(request: Request) -> Response:
+        """Every worker that is known, with its state, load and source."""
+        access.check(request)
+        return JSONResponse({"object": "list", "data": workers.describe()})
+
+    @app.post("/workers", tags=["admin"], status_code=201)
+    async def add_worker(request: Request, worker: Annotated[dict[str, Any], Body()]) -> Response:
+        """Add a worker, as the workers file describes one."""
+        access.check(request)
+        added = _worker(worker)
+        workers.add(added)
+        return JSONResponse({"agent_id": added.agent_id}, status_code=201)
+
+    @app.post("/workers/{agent_id:path}/drain", tags=["admin"])
+    async def drain_worker(request: Request, agent_id: str, on: bool = True) -> Response:
+        """Give a worker no new requests (``on=false``: give it new ones again); what runs goes on."""
+        access.check(request)
+        known(agent_id)
+        workers.drain(agent_id, on)
+        return JSONResponse({"agent_id": agent_id, "is_draining": on})
+
+    @app.delete("/workers/{agent_id:path}", tags=["admin"])
+    async def remove_worker(request: Request, agent_id: str) -> Response:
+        """Take a worker off the list: what runs there goes on."""
+        access.check(request)
+        known(agent_id)
+        workers.remove(agent_id)
+        return JSONResponse({"agent_id": agent_id})
+
+
+_KINDS: dict[str, type] = {"url": str, "role": str, "bootstrap_port": int, "dp_rank": int}
+_WORDS = {str: "text", int: "a whole number"}
+
+
+def _worker(values: dict[str, Any]) -> Worker:
+    """A worker as a client describes it: ``url``, ``role``, and any of KEYS. Raises RequestError, ConfigError."""
+    keys = ("url", "role", *KEYS)
+    for name, value in values.items():
+        if name not in keys:
+            raise RequestError(f"{name!r:.80}: a worker has {', '.join(keys)}", param=name[:80])
+        kind = _KINDS.get(name, str)
+        if type(value) is not kind:
+            raise RequestError(f"{name}: must be {_WORDS[kind]}", param=name)
+    if "url" not in values:
+        raise RequestError("url: field required", param="url")
+    more = dict(values)
+    dialect = more.pop("dialect", EngineDialect.VLLM.value)
+    role = more.pop("role", Role.BOTH.value)
+    if role not in tuple(Role):
+        raise RequestError(f"role: must be one of {', '.join(Role)}", param="role")
+    try:
+        return stock_worker(more.pop("url"), Role(role), dialect, WorkerSource.ADMIN, **more)
+    except ConfigError as error:
+        raise RequestError(str(error)) from None

@@ -1,0 +1,70 @@
+"""What every request of one router works with: settings, workers, metrics, budgets, background work.
+
+Decides nothing of its own; it must never know one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvxfer.policy.budget import Budget
+from kvxfer.router.engine_names import EngineNames
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.router.headers import check_passed
+from kvxfer.router.metrics import RouterMetrics
+from kvxfer.router.options import RouterOptions
+from kvxfer.router.tasks import cancel_all
+from kvxfer.router.upstream import UpstreamDeadlines
+
+
+class RouterCore:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        workers: Workers,
+        metrics: RouterMetrics,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.workers = workers
+        self.metrics = metrics
+        self.now = now
+        self.retries = Budget(share=options.retry_share, floor_per_s=options.retry_floor_per_s)
+        """Of all requests: each earns ``retry_share`` of a retry."""
+        self.recomputes: dict[str, Budget] = {}
+        """By decode worker: how often it may compute a prompt itself because P was lost."""
+        common = {"connect_s": options.connect_timeout_s, "send_s": options.send_timeout_s, "whole_s": math.inf}
+        self.decode_deadlines = UpstreamDeadlines(
+            first_byte_s=options.first_byte_timeout_s, between_chunks_s=options.token_timeout_s, **common
+        )
+        """Of a stream. The request's own deadline bounds the whole."""
+        self.whole_deadlines = UpstreamDeadlines(
+            first_byte_s=options.first_byte_timeout_s, between_chunks_s=options.first_byte_timeout_s, **common
+        )
+        """Of an answer without a stream, whose first byte comes when all of it is computed."""
+        self.passed_headers = check_passed(options.forward_header)
+        self.engine_names = EngineNames()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside the requests; the router's stop waits for it, or ends it."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def may_recompute(self, agent_id: str) -> bool:
+        """Whether this decode worker may once more compute a prompt whose P was lost; counts it where it may."""
+        budget = self.recomputes.get(agent_id)
+        if budget is None:
+            budget = self.recomputes[agent_id] = Budget(share=0.0, floor_per_s=self.options.recompute_per_s)
+        return budget.take(self.now())
+
+    async def aclose(self) -> None:
+        await cancel_all(tuple(self._background))

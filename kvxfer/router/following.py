@@ -1,0 +1,56 @@
+"""Keeps the table of workers up to date, from every source that the options name, and has the workers probed.
+
+Decides which sources run and in which order they begin. It must never know a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+from kvxfer.router.fleet.probe import ProbeOptions, Prober
+from kvxfer.router.fleet.sources.coordinator import CoordinatorSource
+from kvxfer.router.fleet.sources.flags import workers_from_flags
+from kvxfer.router.fleet.worker import WorkerSource
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.router.options import RouterOptions
+
+FIRST_MEMBERSHIP_WAIT_S = 1.0
+"""How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
+
+
+@contextlib.asynccontextmanager
+async def following(options: RouterOptions, workers: Workers, token: bytes) -> AsyncIterator[None]:
+    """Follow all sources within the block.
+
+    Raises ConfigError for an address or a file that is wrong at the start, AuthenticationError where the coordinator
+    does not take ``token``. A source that fails later leaves its last list, and is come back to.
+    """
+    given = workers_from_flags(
+        prefill=options.prefill, decode=options.decode, engine=options.engine, dialect=options.dialect
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        if given:
+            workers.replace(WorkerSource.FLAGS, given)
+        if options.workers_file:
+            from kvxfer.router.fleet.sources.file import FileSource  # PyYAML only where a file is read
+
+            await stack.enter_async_context(FileSource(options.workers_file, workers))
+        if options.kubernetes_selector:
+            from kvxfer.router.fleet.sources.kubernetes import KubernetesOptions, KubernetesSource
+
+            kubernetes = KubernetesOptions(
+                api=options.kubernetes_api,
+                token_file=options.kubernetes_token_file,
+                ca_file=options.kubernetes_ca_file,
+                namespace=options.kubernetes_namespace,
+                selector=options.kubernetes_selector,
+                dialect=options.dialect,
+            )
+            await stack.enter_async_context(KubernetesSource(kubernetes.completed(os.environ), workers))
+        if options.coordinator:
+            source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers))
+            await source.wait_first(FIRST_MEMBERSHIP_WAIT_S)
+        await stack.enter_async_context(Prober(workers, ProbeOptions(probe_interval_s=options.probe_s)))
+        yield

@@ -1,0 +1,35 @@
+"""How an answer that failed ends, in the shape of the client's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.support.fake_workers import FakeWorker, Received, broken, events, failing, router_over, texts
+
+
+async def test_a_stream_that_its_worker_ended_with_an_error_ends_well_formed() -> None:
+    class Failing(FakeWorker):
+        def _events(self, request: Received) -> Iterator[bytes]:
+            whole = list(super()._events(request))
+            yield from whole[:2]
+            yield b'data: {"error":{"message":"out of memory","type":"server_error","code":"oom"}}\n\n'
+
+    d = Failing("d0")
+    async with router_over(d) as router:
+        chunks = events((await router.complete(stream=True)).text)
+        assert texts(chunks) == "one two"
+        assert broken(chunks)["message"] == "out of memory"
+        name = 'kvxfer_router_requests_total{outcome="broken_stream",route="/v1/completions"}'
+        await router.wait_metric(name, 1)
+
+
+async def test_an_error_is_told_in_the_shape_of_the_clients_api() -> None:
+    d = FakeWorker("d0")
+    d.always_fails = failing(500, "internal", retryable=False)
+    message = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}]}
+    async with router_over(d) as router:
+        answer = await router.client.post("/v1/messages", json=message)
+        assert answer.status_code == 500
+        assert (answer.json()["type"], answer.json()["error"]["message"]) == ("error", "scripted internal")
+        wrong = await router.client.post("/v1/messages", json={**message, "model": "other"})
+        assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
