@@ -85,9 +85,12 @@ class JsonFormatter(logging.Formatter):
         return redact(json.dumps(entry, default=str))
 
 
+_QUOTED = re.compile(r'[ "=\n]')
+
+
 def _plain(value: object) -> str:
     text = str(value)
-    return json.dumps(text) if not text or any(char in text for char in ' "=\n') else text
+    return json.dumps(text) if not text or _QUOTED.search(text) is not None else text
 
 
 def configure_logging(*, level: str = "info", style: str = "text", stream: TextIO | None = None) -> None:

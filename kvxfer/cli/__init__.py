@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coordinator": ("services", "run the coordinator: the directory of workers"),
     "worker": ("services", "run a worker: the built-in engine as prefill, decode or both"),
     "router": ("services", "run the router: the OpenAI API in front of the workers"),
+    "drain": ("drain", "have a router give one worker no new requests, and wait until none runs there"),
     "mock-engine": ("mock_engine", "run engines without a model: made-up answers over real HTTP, faults on command"),
     "serve": ("serve", "start coordinator, workers and router on this machine and keep them up"),
     "demo": ("demo", "answer one prompt over prefill and decode workers, and compare with a single process"),
@@ -32,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 _EXTRA_OF = {"fastapi": "router", "uvicorn": "router", "httpx": "router", "pydantic": "router"}
-_EXTRA_OF |= {"httptools": "mock", "msgspec": "mock", "zmq": "mock"}
+_EXTRA_OF |= {"httptools": "router", "yaml": "router", "msgspec": "mock", "zmq": "mock"}
 _ENGINE_MODULES = ("torch", "transformers", "gguf", "accelerate", "safetensors", "jinja2")
 
 

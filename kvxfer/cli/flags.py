@@ -23,7 +23,7 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         if len(kinds) == 1:
@@ -42,7 +42,7 @@ def _one_of(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
     return parse
 
 
-def _parser_of(hint: Any) -> Callable[[str], Any]:
+def parser_of(hint: Any) -> Callable[[str], Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _one_of(hint)
     if hint in (str, int, float, pathlib.Path):
@@ -57,6 +57,20 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
         return tuple(parse(part.strip()) for part in text.split(",") if part.strip())
 
     return parse_list
+
+
+class _ListAction(argparse.Action):
+    """Takes the place of the default the first time, and adds to what came before from then on."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        setattr(namespace, self.dest, values if before is self.default else (*before, *values))
 
 
 def _words(value: Any) -> str:
@@ -81,8 +95,12 @@ def _metavar(name: str, hint: Any) -> str:
     return "N" if hint in (int, float) else name.rpartition("_")[2].upper()
 
 
-def add_flags(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add a flag for every field of the dataclass ``options``. Raises TypeError for a type no flag can be made of."""
+def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, only_given: bool = False) -> None:
+    """Add a flag for every field of the dataclass ``options``. Raises TypeError for a type no flag can be made of.
+
+    ``only_given``: the parsed namespace has only what was given, and no flag is required, because something else may
+    give the rest.
+    """
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if not field.init:
@@ -91,18 +109,25 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any]) -> None:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         required = default is dataclasses.MISSING
-        hint = _without_none(hints[field.name])
-        common: dict[str, Any] = {"dest": field.name, "help": _help(field, default), "required": required}
-        if not required:
+        hint = without_none(hints[field.name])
+        common: dict[str, Any] = {
+            "dest": field.name,
+            "help": _help(field, default),
+            "required": required and not only_given,
+        }
+        if only_given:
+            common["default"] = argparse.SUPPRESS
+        elif not required:
             common["default"] = default
         if hint is bool:
             parser.add_argument(flag_name(field.name), action=argparse.BooleanOptionalAction, **common)
             continue
         if typing.get_origin(hint) in (tuple, list):
-            parse = _list_of(_parser_of(typing.get_args(hint)[0]))
+            parse = _list_of(parser_of(typing.get_args(hint)[0]))
             metavar = field.metadata.get("metavar", "A,B,...")
+            common["action"] = _ListAction
         else:
-            parse = _parser_of(hint)
+            parse = parser_of(hint)
             metavar = field.metadata.get("metavar", _metavar(field.name, hint))
             if isinstance(hint, type) and issubclass(hint, enum.Enum):
                 metavar = "|".join(str(member.value) for member in hint)
@@ -116,8 +141,15 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 def options_from(options: type[OptionsT], namespace: argparse.Namespace) -> OptionsT:
     """The dataclass that the parsed flags describe; its own checks may raise ConfigError."""
-    fields = dataclasses.fields(options)  # type: ignore[arg-type]
-    return options(**{field.name: getattr(namespace, field.name) for field in fields if field.init})
+    return options(**given(options, namespace))
+
+
+def given(options: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options of which ``namespace`` has a value."""
+    found = vars(namespace)
+    return {
+        field.name: found[field.name] for field in dataclasses.fields(options) if field.init and field.name in found
+    }
 
 
 def to_flags(values: dict[str, Any]) -> Sequence[str]:

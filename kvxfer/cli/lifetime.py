@@ -1,6 +1,6 @@
 """When a service process ends: SIGINT, SIGTERM, or the death of the process that started it.
 
-Decides nothing about what a service does while stopping; it sets one event, and forces the end on a second SIGINT.
+Decides nothing about what a service does while stopping; it sets one event, and forces the end on a second signal.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ PARENT_GRACE_S = 15.0
 _PR_SET_PDEATHSIG = 1
 
 
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """Set ``stop`` on SIGINT and SIGTERM; a second SIGINT ends the process at once with code 130. Call on the loop."""
+def stop_on_signals(stop: asyncio.Event, *, is_forced_by_sigterm: bool = False) -> None:
+    """Set ``stop`` on SIGINT and SIGTERM; a second SIGINT ends the process at once with code 130. Call on the loop.
+
+    ``is_forced_by_sigterm``: a second SIGTERM does the same with code 143. That is for services that may take long to
+    stop; of others a supervisor's second SIGTERM means no more than the first.
+    """
     loop = asyncio.get_running_loop()
 
-    def interrupted() -> None:
-        if stop.is_set():
-            print("kvxfer: interrupted twice, ending at once", file=sys.stderr, flush=True)
-            os._exit(130)
+    def stopped(number: signal.Signals) -> None:
+        if stop.is_set() and (number is signal.SIGINT or is_forced_by_sigterm):
+            what = "interrupted" if number is signal.SIGINT else "told to stop"
+            print(f"kvxfer: {what} twice, ending at once", file=sys.stderr, flush=True)
+            os._exit(128 + number)
         stop.set()
 
-    loop.add_signal_handler(signal.SIGINT, interrupted)
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped, number)
 
 
 def die_with_parent(parent_pid: int) -> None:

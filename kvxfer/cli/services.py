@@ -15,21 +15,31 @@ from typing import Any
 
 from kvxfer import observe, open_files
 from kvxfer.cli import lifetime
-from kvxfer.cli.flags import add_flags, options_from, print_json_line
+from kvxfer.cli.flags import add_flags, flag_name, given, print_json_line
+from kvxfer.cli.settings import from_environment, from_file
+from kvxfer.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Where a service's options class and serve function live, as ``module:name``."""
+    """Where a service's options class and serve function live, as ``module:name``, and what runs it, as
+    ``asyncio.run`` does."""
 
     options: str
     serve: str
+    run: str = "asyncio:run"
+    is_forced_by_sigterm: bool = False
 
 
 SERVICES = {
     "coordinator": Service("kvxfer.coordinator.options:CoordinatorOptions", "kvxfer.coordinator.server:serve"),
     "worker": Service("kvxfer.engine.options:WorkerOptions", "kvxfer.engine.worker:serve"),
-    "router": Service("kvxfer.router.options:RouterOptions", "kvxfer.router.server:serve"),
+    "router": Service(
+        "kvxfer.router.options:RouterOptions",
+        "kvxfer.router.server:serve",
+        "kvxfer.serving.loop:run",
+        is_forced_by_sigterm=True,
+    ),
 }
 
 
@@ -44,7 +54,12 @@ def options_class(command: str) -> type[Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    add_flags(parser, options_class(command))
+    add_flags(parser, options_class(command), only_given=True)
+    group = parser.add_argument_group("settings")
+    group.add_argument(
+        "--config", default="", metavar="FILE", help="YAML file with options; flags and KVXFER_ variables win over it"
+    )
+    group.add_argument("--check-config", action="store_true", help="print the options as they would be used, and end")
     add_process_arguments(parser)
 
 
@@ -63,16 +78,44 @@ def run(args: argparse.Namespace) -> int:
         lifetime.die_with_parent(args.exit_with_parent)
     observe.configure_logging(level=args.log_level, style=args.log_style)
     open_files.raise_limit()
-    options = options_from(options_class(args.command), args)
-    asyncio.run(_serve(args, options))
+    options = settled(args)
+    if args.check_config:
+        print_json_line({name: _plain(value) for name, value in dataclasses.asdict(options).items()})
+        return 0
+    _named(SERVICES[args.command].run)(_serve(args, options))
     return 0
+
+
+def settled(args: argparse.Namespace) -> Any:
+    """The options of a service: its flags, over the environment, over its file. Raises ConfigError."""
+    kind = options_class(args.command)
+    values = from_file(kind, args.config) if args.config else {}
+    values |= from_environment(kind, args.command)
+    values |= given(kind, args)
+    missing = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.init
+        and field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{', '.join(map(flag_name, missing))} must be given")
+    return kind(**values)
 
 
 async def _serve(args: argparse.Namespace, options: Any) -> None:
     stop = asyncio.Event()
-    lifetime.stop_on_signals(stop)
+    lifetime.stop_on_signals(stop, is_forced_by_sigterm=SERVICES[args.command].is_forced_by_sigterm)
     if args.exit_with_parent is not None:
         lifetime.watch_parent(args.exit_with_parent, stop)
     serve = _named(SERVICES[args.command].serve)
     await serve(options, on_ready=print_json_line, stop=stop)
     logging.getLogger(f"kvxfer.{args.command}").info("stopped")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (bool, int, float)) or value is None else str(value)

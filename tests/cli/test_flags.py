@@ -74,5 +74,10 @@ def test_an_option_of_an_unknown_kind_is_a_bug() -> None:
         add_flags(argparse.ArgumentParser(), Bad)
 
 
+def test_a_list_that_is_given_twice_has_the_words_of_both() -> None:
+    assert parse("--name=x", "--lanes=mapped", "--lanes=stream,cma").lanes == (Lane.MAPPED, Lane.STREAM, Lane.CMA)
+    assert parse("--name=x").lanes == (Lane.MAPPED, Lane.STREAM)
+
+
 def test_none_and_false_as_words() -> None:
     assert to_flags({"limit": None, "insecure": False, "size": Size.LARGE}) == ["--no-insecure", "--size=large"]
