@@ -174,5 +174,6 @@ def flush(engine: MockEngine, request: MockRequest, responder: Responder) -> Non
 
 
 def bootstrap_query(engine: MockEngine, request: MockRequest, responder: Responder) -> None:
-    """``GET /query``: what MooncakeConnector's bootstrap server tells a router."""
-    responder.answer(200, to_json({engine.engine_id: {"0": {"port": engine.port}}}))
+    """``GET /query``: what MooncakeConnector's bootstrap server tells a router: each data-parallel rank's engine (vLLM
+    0.32, mooncake_utils.py)."""
+    responder.answer(200, to_json({"0": {"engine_id": engine.engine_id, "worker_addr": {"0": {"0": engine.port}}}}))

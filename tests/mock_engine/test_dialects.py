@@ -75,7 +75,8 @@ def test_vllm_nixl_two_legs(pair: Before) -> None:
 
 def test_vllm_mooncake_both_legs_at_once(pair: Before) -> None:
     prefill, decode = pair.prefill, pair.decode
-    [(engine_id, ranks)] = prefill.request("GET", "/query").json().items()
+    ranks = prefill.request("GET", "/query").json()
+    engine_id = ranks["0"]["engine_id"]
     assert set(ranks) == {"0"}
     own = {"transfer_id": "t-1", "do_remote_decode": True, "do_remote_prefill": False}
     other = {
