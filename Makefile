@@ -44,7 +44,7 @@ PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --ju
 
 .PHONY: help demo serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
     nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
-    fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-sglang stub test-installed clean install native
+    fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -181,6 +181,10 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	@mkdir -p $(PEERS)/lib-for-mooncake
 	@$(PEERS)/bin/python benchmarks/peers/link_verbs.py $(PEERS)/lib-for-mooncake
 	@touch $@
+
+# The router beside vllm-router, sglang-router and smg, which are in a virtual environment of their own.
+bench-router: install
+	@$(PY) benchmarks/router.py --install --pip-args='$(PIP_ARGS)' $(ARGS)
 
 # SGLang's connection classes over kvxfer, beside the same over NIXL's own wheel.
 bench-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION) $(NIXL)/.installed
