@@ -70,7 +70,7 @@ class Contenders:
 
     def nixl(self, lane: str) -> dict[str, list[Option]]:
         if lane == "ucx":
-            # As it comes, UCX reads by cuda_ipc only where there is NVLink, and by its emulation on one card.
+            # By default UCX reads by cuda_ipc only where there is NVLink, and by its emulation on one GPU.
             get = (("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),)
             tuned = (
                 ("GET by cuda_ipc", ()),
@@ -136,7 +136,7 @@ class Run:
 
     def lane(self, lane: str, room: Room, parties: Contenders) -> None:
         options, report = self.options, self.report
-        report.machine |= room.pair(parties.setup).destination.ask("card")
+        report.machine |= room.pair(parties.setup).destination.ask("gpu")
         self.copies[lane] = {}
         self.take_copies(lane, room, parties.setup)
         turns = Turns(room, Case(lane, READ, CUDA, PREPARED, 1), report.nbytes)

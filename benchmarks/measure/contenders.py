@@ -7,7 +7,7 @@ NIXL: UCX's defaults (which take cma on one host), and ``UCX_TLS=tcp``; ``num_th
 and a short sleep between two looks at the state, which leaves the processor to the other end where cores are few. Its
 progress thread can be switched off where a transfer starts, which an engine that serves both ways cannot do: off one
 host's TCP that makes much of a difference, and so do two threads of its own: "NIXL tuned", the better of the two,
-stands beside NIXL as it comes.
+stands beside NIXL with its defaults.
 Mooncake: its connection pool, with more connections (lanes) and larger slices. Plain sockets: windows, bytes a call.
 """
 
@@ -54,7 +54,7 @@ class Case:
     lists: str
     at_once: int
     copy_threads: int = 0
-    """Of kvxfer's reader; 0: as it comes, by as many as processors are idle."""
+    """Of kvxfer's reader; 0: the default, by as many as processors are idle."""
 
 
 def peers_python() -> str:

@@ -5,7 +5,7 @@ of the other; of two others one goes before and one after the same turn of kvxfe
 A ratio is the median of the pairs' ratios.
 
 The rounds of a row may be taken by several sets of processes: where a pool's pages lie is luck, and stays so for as
-long as its process lives. It must never know how a figure is shown.
+long as its process runs. It must never know how a figure is shown.
 """
 
 from __future__ import annotations

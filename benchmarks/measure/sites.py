@@ -1,4 +1,4 @@
-"""Where the two ends stand: on one host, or in two network namespaces joined by a virtual cable.
+"""Where the two ends stand: on one host, or in two network namespaces joined by a virtual link.
 
 It decides what is made on the machine and takes it all away again. It must never know what is measured there.
 """
@@ -47,7 +47,7 @@ def two_namespaces() -> Iterator[Site]:
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
         yield Site(HOSTS, (prefixes[0], prefixes[1]), names)
     finally:
-        # A namespace takes its end of the cable along, and one end the other.
+        # A namespace takes its end of the link along, and one end the other.
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 

@@ -56,7 +56,7 @@ def stage(lane: str, op: str, pages: str, sizes: tuple[int, ...], site: str = ON
     return Stage(Case(lane, op, pages, PREPARED, 1, 1 if lane in COPYING else 0), sizes, site, via, rounds)
 
 
-def as_it_comes(lane: str, pages: str, sizes: tuple[int, ...]) -> Stage:
+def by_default(lane: str, pages: str, sizes: tuple[int, ...]) -> Stage:
     """By as many copying threads as processors are idle."""
     return Stage(Case(lane, READ, pages, PREPARED, 1), sizes)
 
@@ -73,9 +73,9 @@ def table() -> list[Stage]:
         stage(STREAM, WRITE, HUGE, FEW, site=NAMESPACES),
         stage(MAPPED, READ, HUGE, ALL),
         stage(CMA, READ, SMALL, ALL),
-        as_it_comes(CMA, HUGE, ALL),
-        as_it_comes(MAPPED, SMALL, FEW),
-        as_it_comes(CMA, SMALL, FEW),
+        by_default(CMA, HUGE, ALL),
+        by_default(MAPPED, SMALL, FEW),
+        by_default(CMA, SMALL, FEW),
     ]
     for lane in (STREAM, CMA, MAPPED):
         stages += [Stage(Case(lane, READ, SMALL if lane == MAPPED else HUGE, PREPARED, 64), (64 * K,))]

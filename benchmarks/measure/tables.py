@@ -115,7 +115,7 @@ def _table(key: tuple[Any, ...], rows: list[Row], report: Report) -> str:
     most = max((other.pairs for row in rows for other in row.others), default=0)
     if most > report.pairs:
         about += f" {most} pairs a row, of {report.sets * most // report.pairs} sets of processes."
-    text = [title, "", about, "", _grid(table)]
+    text = [title, "", about, "", _rows_of(table)]
     if chosen:
         text += ["", f"Fastest settings, by size of blocks: {chosen}."]
     text += [f"\n{error}." for error in errors]
@@ -142,7 +142,7 @@ def _speed(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
-def _grid(table: list[list[str]]) -> str:
+def _rows_of(table: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     lines.insert(1, "|" + "---|" * len(table[0]))
     return "\n".join(lines)
@@ -161,7 +161,7 @@ def _directions(report: Report) -> str:
         shown = f"{ratio.median:.2f}" if 0.9 <= ratio.median <= 1.1 else f"**{ratio.median:.2f}**"
         table.append([*case, _speed(read), _speed(write), f"{shown} ({ratio.low:.2f} to {ratio.high:.2f})"])
     text = "The same blocks in turns between the same two processes, huge pages; the ratio is the median of the pairs'."
-    return f"## `stream`: both directions\n\n{text}\n\n{_grid(table)}\n"
+    return f"## `stream`: both directions\n\n{text}\n\n{_rows_of(table)}\n"
 
 
 def _stripes(report: Report) -> str:
@@ -177,7 +177,7 @@ def _stripes(report: Report) -> str:
         ratios = [Spread(**entry["ratio"][stripes]) for stripes in ("2", "4")]
         table.append([*case, *speeds, *(f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})" for r in ratios)])
     text = "READ, huge pages, the same blocks in turns; the ratio is the median of the pairs'."
-    return f"## `stream`: several connections\n\n{text}\n\n{_grid(table)}\n"
+    return f"## `stream`: several connections\n\n{text}\n\n{_rows_of(table)}\n"
 
 
 def _fairness(rows: Iterable[Row]) -> str:
@@ -190,7 +190,7 @@ def _fairness(rows: Iterable[Row]) -> str:
         shown = f"{row.slowest_to_median:.2f}"
         shown = f"**{shown}**" if least and row.slowest_to_median > 1.3 else shown
         table.append([f"`{row.lane}`", str(row.at_once), show_size(row.block_bytes), shown, least])
-    return "## Fairness\n\nTime from the first post to each transfer's own end.\n\n" + _grid(table) + "\n"
+    return "## Fairness\n\nTime from the first post to each transfer's own end.\n\n" + _rows_of(table) + "\n"
 
 
 def _checksums(report: Report) -> str:
@@ -224,7 +224,7 @@ def _checksums(report: Report) -> str:
         "`stream` with a CRC-32C of every block, and without, in turns: of the two medians, in brackets the quartiles"
     )
     text += " of the pairs. Both ends, and the network between them, share the processors of one machine."
-    return f"## What checksums cost\n\n{text}\n\n{_grid(table)}\n"
+    return f"## What checksums cost\n\n{text}\n\n{_rows_of(table)}\n"
 
 
 def _latency(report: Report) -> str:
@@ -254,7 +254,7 @@ def _latency(report: Report) -> str:
         "ask, read, and have it confirmed. `wake`: the bare event loop, from another thread's write to an eventfd "
         "until the coroutine goes on. A notification: until it was acknowledged."
     )
-    return f"## Latency\n\n{text}\n\n{_grid(table)}\n"
+    return f"## Latency\n\n{text}\n\n{_rows_of(table)}\n"
 
 
 def _at_most(ratio: float, most: float) -> str:
@@ -284,7 +284,7 @@ def _post_cost(report: Report) -> str:
     text = "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure."
     if any(entry["contender"].startswith("Mooncake") for entry in report.post_cost):
         text += " Mooncake has no prepared lists: its call that does not wait, with the same lists of integers again."
-    return f"## What posting costs\n\n{text}\n\n{_grid(table)}\n"
+    return f"## What posting costs\n\n{text}\n\n{_rows_of(table)}\n"
 
 
 def _rest(report: Report) -> str:
@@ -296,7 +296,7 @@ def _rest(report: Report) -> str:
             shown = f"{ratio:.2f}" if ratio >= 0.95 else f"**{ratio:.2f}**"
             table.append([entry["contender"], shown, " ".join(f"{one:.2f}" for one in entry["ratios"])])
         why = "By a C call that sleeps without releasing it."
-        parts.append(f"## The source's GIL held\n\n{why}\n\n{_grid(table)}\n")
+        parts.append(f"## The source's GIL held\n\n{why}\n\n{_rows_of(table)}\n")
     if report.idle_peers:
         found = report.idle_peers
         table = [["process", "CPU before", f"CPU with {found['sessions']} idle sessions"]]
@@ -304,7 +304,7 @@ def _rest(report: Report) -> str:
         for name, text in names.items():
             table.append([text, f"{found['cpu_before'][name]:.3%}", f"{found['cpu'][name]:.3%}"])
         watched = f"Processor time over {found['watched_s']:g} s, of one core."
-        parts.append(f"## Idle peers\n\n{watched}\n\n" + _grid(table) + "\n")
+        parts.append(f"## Idle peers\n\n{watched}\n\n" + _rows_of(table) + "\n")
     if report.left_out:
         parts.append("## Not measured\n\n" + "\n".join(f"- {reason}" for reason in report.left_out) + "\n")
     return "\n".join(parts)

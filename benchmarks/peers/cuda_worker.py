@@ -28,8 +28,8 @@ class CudaWorker(KvxferWorker):
     def do_copies(self, nbytes: int, rounds: int) -> dict[str, list[float]]:
         return self.limits.copies(nbytes, rounds)
 
-    def do_card(self) -> dict[str, Any]:
-        return self.limits.card() | {"ucx": self.transport.core.ucx_obstacle or "loaded"}
+    def do_gpu(self) -> dict[str, Any]:
+        return self.limits.gpu() | {"ucx": self.transport.core.ucx_obstacle or "loaded"}
 
 
 if __name__ == "__main__":

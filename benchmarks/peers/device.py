@@ -156,14 +156,14 @@ class DeviceLimits:
                     raise RuntimeError(f"{name}: wrong bytes")
         return {name: values[1:] for name, values in speeds.items()}
 
-    def card(self) -> dict[str, Any]:
+    def gpu(self) -> dict[str, Any]:
         if not self.is_cuda:
-            return {"card": "none: the host's memory"}
+            return {"gpu": "none: the host's memory"}
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         version = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
         return {
-            "card": torch.cuda.get_device_name(self.pool.memory.device),
+            "gpu": torch.cuda.get_device_name(self.pool.memory.device),
             "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0],
             "cuda": f"{version.value // 1000}.{version.value % 1000 // 10}",
             "torch": torch.__version__,

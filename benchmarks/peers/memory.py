@@ -76,7 +76,7 @@ def neighbouring(entries: npt.NDArray[np.uint64]) -> float:
 class Scraps:
     """Holds memory that lies in small pieces, so that every pool on 4K pages is made of what lies together.
 
-    The process that starts first would get the pieces, and be read up to a third slower for as long as it lives.
+    The process that starts first would get the pieces, and be read up to a third slower for as long as it runs.
     Without CAP_SYS_ADMIN it is not known how pages lie; then as much is held as may be.
     """
 

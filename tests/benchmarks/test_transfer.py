@@ -90,8 +90,8 @@ def test_a_multiple_of_a_peer_counts_as_kept_at_the_limit_of_the_socket(parts: A
     assert [is_held(cma, other) for other in cma.others] == [True, False]
     mapped = row_of(parts, "mapped", {"memcpy": 0.8, "NIXL": 5.0})
     assert [is_held(mapped, other) for other in mapped.others] == [False, False]
-    as_they_come = [dataclasses.replace(row, copy_threads=0) for row in (cma, mapped)]
-    assert [is_held(row, other) for row in as_they_come for other in row.others] == [None, False, None, None]
+    by_default = [dataclasses.replace(row, copy_threads=0) for row in (cma, mapped)]
+    assert [is_held(row, other) for row in by_default for other in row.others] == [None, False, None, None]
     many = dataclasses.replace(cma, at_once=64)
     assert is_held(many, many.others[1]) is None
 

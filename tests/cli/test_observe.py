@@ -59,7 +59,7 @@ def test_level() -> None:
 
 
 @pytest.mark.parametrize("is_handled", [False, True])
-def test_a_guest_logs_with_fields_unless_its_host_handles_its_records(
+def test_a_program_inside_another_logs_with_fields_unless_its_host_handles_its_records(
     is_handled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = logging.getLogger("kvxfer"), logging.NullHandler()

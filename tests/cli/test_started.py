@@ -22,7 +22,7 @@ def start(directory: pathlib.Path, code: str) -> Any:
     return started.Started("p", [sys.executable, "-c", code], directory, {})
 
 
-async def test_one_that_hangs_is_named_with_its_last_words_and_its_log(
+async def test_one_that_hangs_is_named_with_its_last_lines_and_its_log(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(started, "SILENT_S", 0.5)
@@ -35,7 +35,7 @@ async def test_one_that_hangs_is_named_with_its_last_words_and_its_log(
     assert process.process.returncode is not None
 
 
-async def test_one_that_ends_is_named_with_its_last_words_and_its_log(tmp_path: pathlib.Path) -> None:
+async def test_one_that_ends_is_named_with_its_last_lines_and_its_log(tmp_path: pathlib.Path) -> None:
     process = start(tmp_path, "raise SystemExit('no such model')")
     with pytest.raises(KvxferError) as caught:
         await process.wait(never)

@@ -145,7 +145,7 @@ def test_the_end_of_a_last_page_need_not_come() -> None:
     assert is_all(8, 4, 0, 0)
 
 
-def test_the_book_of_pages() -> None:
+def test_the_table_of_pages() -> None:
     ledger = PageLedger(8)
     one, other = (np.array(pages, np.uint32) for pages in ([1, 2], [2, 3]))
     ledger.fill(one)
