@@ -20,6 +20,9 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all
 from kvxfer.router.upstream import UpstreamDeadlines
 
+RECOMPUTES_MAX = 4096
+"""Decode workers whose budgets are kept; the oldest one is forgotten first."""
+
 
 class RouterCore:
     """Belongs to one event loop."""
@@ -63,6 +66,8 @@ class RouterCore:
         """Whether this decode worker may once more compute a prompt whose P was lost; counts it where it may."""
         budget = self.recomputes.get(agent_id)
         if budget is None:
+            while len(self.recomputes) >= RECOMPUTES_MAX:
+                del self.recomputes[next(iter(self.recomputes))]
             budget = self.recomputes[agent_id] = Budget(share=0.0, floor_per_s=self.options.recompute_per_s)
         return budget.take(self.now())
 
