@@ -1,0 +1,110 @@
+"""Admin routes: which callers may, what they do, and what they refuse by name."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from kvxfer.router.admin import AdminAccess
+from kvxfer.router.auth import ApiKeys
+from tests.support.fake_workers import FakeWorker, router_over
+
+ROUTES = [("GET", "/workers"), ("POST", "/workers"), ("POST", "/workers/d0/drain"), ("DELETE", "/workers/d0")]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_admin_routes_need_the_admin_key_where_there_is_one(
+    method: str, path: str, tmp_path: pathlib.Path
+) -> None:
+    keys = tmp_path / "admin-keys"
+    keys.write_text("admin-secret\n")
+    d = FakeWorker("d0")
+    async with router_over(d, keys=ApiKeys(("client-key",)), admin_key_file=str(keys)) as router:
+        for headers in ({}, {"authorization": "Bearer client-key"}, {"authorization": "Basic admin-secret"}):
+            answer = await router.client.request(method, path, headers=headers, json={})
+            assert answer.status_code == 401, answer.text
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        allowed = {"authorization": "Bearer admin-secret"}
+        answer = await router.client.request(method, path, headers=allowed, json={"url": "http://127.0.0.1:1"})
+        assert answer.status_code in (200, 201), answer.text
+
+
+def test_admin_routes_without_a_key_are_closed_beyond_loopback() -> None:
+    request: Any = type("Request", (), {"headers": {}})()
+    AdminAccess(ApiKeys(), is_loopback=True).check(request)
+    with pytest.raises(Exception, match="admin routes need an admin key") as caught:
+        AdminAccess(ApiKeys(), is_loopback=False).check(request)
+    assert getattr(caught.value, "status", None) == 403
+
+
+async def test_an_admin_adds_drains_and_removes_a_worker() -> None:
+    d, other = FakeWorker("d0"), FakeWorker("d1")
+    async with other.running(), router_over(d) as router:
+        added = {"url": other.url, "role": "decode", "dialect": "kvxfer", "name": "added", "model": "tiny"}
+        answer = await router.client.post("/workers", json=added)
+        assert (answer.status_code, answer.json()) == (201, {"agent_id": "added"})
+        assert (await router.client.post("/workers", json=added)).status_code == 400
+        listed = {worker["agent_id"]: worker for worker in (await router.client.get("/workers")).json()["data"]}
+        assert set(listed) == {"d0", "added"}
+        assert listed["added"]["source"] == "admin"
+
+        assert (await router.client.post("/workers/d0/drain")).json() == {"agent_id": "d0", "is_draining": True}
+        for _ in range(4):
+            assert (await router.complete()).status_code == 200
+        assert (len(d.received), len(other.received)) == (0, 4)
+        assert (await router.client.post("/workers/d0/drain", params={"on": False})).status_code == 200
+
+        assert (await router.client.delete("/workers/added")).status_code == 200
+        assert (await router.complete()).status_code == 200
+        assert (len(d.received), len(other.received)) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("worker", "param"),
+    [
+        ({}, "url"),
+        ({"url": 3}, "url"),
+        ({"url": "ftp://a"}, None),
+        ({"url": "http://127.0.0.1:1", "role": "cook"}, "role"),
+        ({"url": "http://127.0.0.1:1", "colour": "red"}, "colour"),
+        ({"url": "http://127.0.0.1:1", "dialect": "klingon"}, None),
+        ({"url": "http://127.0.0.1:1", "dp_rank": True}, "dp_rank"),
+        ({"url": "http://127.0.0.1:1", "dp_rank": -1}, None),
+        ({"url": "http://127.0.0.1:1", "dialect": "vllm", "bootstrap_port": 5}, None),
+    ],
+)
+async def test_a_worker_that_cannot_be_is_refused_by_name(worker: dict[str, Any], param: str | None) -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        answer = await router.client.post("/workers", json=worker)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert len((await router.client.get("/workers")).json()["data"]) == 1
+
+
+@pytest.mark.parametrize("body", ["", "[]", "no json", '"text"'])
+async def test_a_body_that_describes_no_worker_is_400_in_openais_shape(body: str) -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        answer = await router.client.post("/workers", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/workers/none/drain"), ("DELETE", "/workers/none")])
+async def test_a_worker_that_is_not_known_is_404_by_name(method: str, path: str) -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        answer = await router.client.request(method, path)
+        assert answer.status_code == 404
+        assert "'none'" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "worker_not_found"
+
+
+async def test_models_by_name_and_the_document_of_the_api() -> None:
+    async with router_over(FakeWorker("d0", model="org/model")) as router:
+        assert (await router.client.get("/v1/models/org/model")).json()["id"] == "org/model"
+        assert (await router.client.get("/v1/models/other")).status_code == 404
+        paths = (await router.client.get("/openapi.json")).json()["paths"]
+        assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/workers", "/metrics"} <= set(paths)
+        assert (await router.client.get("/docs")).status_code == 200
