@@ -47,7 +47,8 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
     """
     if not options.names_a_source:
         raise ConfigError(
-            "coordinator, prefill and decode, engine, or workers_file must be given: the router knows no worker"
+            "coordinator, prefill and decode, engine, workers_file or kubernetes_selector must be given: they name the "
+            "workers"
         )
     keys = ApiKeys.from_file(options.api_key_file) if options.api_key_file else ApiKeys()
     token = b""
