@@ -239,16 +239,14 @@ async def test_an_engine_that_is_replaced_on_the_same_address_under_load_fails_n
 
 
 async def test_a_prompt_that_its_decode_worker_computed_since_the_prefill_worker_was_lost_is_counted() -> None:
-    async with site(1, 1, router_flags=("--recompute-per-s=0.1",)) as there:
+    async with site(1, 1, router_flags=("--recompute-per-s=0.1", "--probe-s=60")) as there:
         kill(there.prefillers[0])
         answers = [await there.complete() for _ in range(4)]
         for answer in answers:
             if answer.status_code == 200:
                 check(answer)
                 assert answer.headers["x-kvxfer-prefill"] == "local"
-        assert await there.metric("kvxfer_router_recomputes_total") + await there.metric(
-            "kvxfer_router_placements_total"
-        )
+        assert await there.metric("kvxfer_router_recomputes_total") >= 1
 
 
 async def test_a_request_is_retried_no_more_often_than_the_budget_allows() -> None:
