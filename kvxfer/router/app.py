@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvxfer import __version__
 from kvxfer.errors import KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
-from kvxfer.router import headers
+from kvxfer.router import document, headers
 from kvxfer.router.admin import AdminAccess, add_admin_routes
 from kvxfer.router.answer import RETRY_AFTER_STATUS
 from kvxfer.router.apis import ROUTES, Api
@@ -30,6 +30,7 @@ from kvxfer.router.readiness import RouterReadiness
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
+from kvxfer.serving.json_response import JSONResponse
 
 
 class RequestIds:
@@ -166,13 +167,12 @@ def _add_hot_route(app: FastAPI, api: Api, front: Front, bodies: Bodies) -> None
         assert handler is not None
         return _Served(handler, bodies)
 
-    body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
     app.add_api_route(
         api.path,
         serve,
         methods=["POST"],
         summary=f"As the engines serve it: {api.path}",
         operation_id="post" + api.path.replace("/", "_"),
-        openapi_extra={"requestBody": body},
-        responses={400: {"description": "OpenAI's error object"}, 503: {"description": "no worker takes it now"}},
+        openapi_extra={"requestBody": document.request_body(api)},
+        responses=document.responses(api),
     )
