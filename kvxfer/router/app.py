@@ -77,7 +77,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: AdminAccess, bodies: Bodies) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
-    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None)
+    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None, responses=document.DEFAULT)
     started_unix_s = int(time.time())
     readiness = RouterReadiness(
         core.workers,
@@ -144,7 +144,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
         }
         return JSONResponse(body)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=document.UNREADY)
     async def ready(model: str | None = None) -> Response:
         """Whether a request would be placed now."""
         body = readiness.describe(model, names_models=not keys.is_required)

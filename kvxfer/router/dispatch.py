@@ -183,12 +183,14 @@ class Dispatcher:
                     )
                 record.alone_for = b"field:" + field.encode()
                 placement = self._choose(inbound, course, splits=False)
-        if goes_alone:
+        was_lost = course.last_failed_at is Part.PREFILL and splits and placement.prefill is None
+        if goes_alone or was_lost:
             agent_id = placement.decode.ref.agent_id
             if not self._core.may_recompute(agent_id):
                 self._core.metrics.recompute_refused(agent_id)
                 raise NoWorkerError("the prefill worker was lost, and this decode worker has computed enough prompts")
             self._core.metrics.recomputed(agent_id)
+        if goes_alone:
             return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
         return placement
 

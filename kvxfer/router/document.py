@@ -29,19 +29,19 @@ ERROR: Schema = {
     },
 }
 """OpenAI's error object; routes of another API have it in that API's shape, with the same members."""
+DEFAULT: dict[int | str, Schema] = {
+    "default": {
+        "description": "an error: 4xx is the client's, 5xx a worker's or that there is none",
+        "content": {"application/json": {"schema": ERROR}},
+    }
+}
+"""Of every route; also in place of FastAPI's 422, which the router answers as 400."""
 ERRORS = {
     400: "the request is wrong: `param` names the field",
-    401: "no API key, or an unknown one",
-    404: "an engine does not serve this",
-    408: "the body came too slowly",
-    413: "the body is too long",
-    422: "an engine does not take the body",
-    429: "an engine takes no more",
-    500: "an engine failed",
-    501: "an engine does not serve this",
-    502: "no worker that was tried could be reached, or all were lost",
     503: "no worker takes it now; `retry-after` says when to ask again",
-    504: "a deadline passed",
+}
+UNREADY: dict[int | str, Schema] = {
+    503: {"description": "a request would be refused now", "content": {"application/json": {}}}
 }
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
