@@ -83,7 +83,11 @@ async def _serve(
     engines = asyncio.create_task(serve_engines(mocks, on_ready=engines_ready.set_result, stop=engines_stop))
     try:
         shown = [Engine(one) for one in (await engines_ready)["engines"]]
-        urls = {role: tuple(one.url for one in shown if one.shown["role"] == role) for role in EngineRole}
+        ending = "?bootstrap_port={}" if dialect in ("sglang", "vllm-mooncake") else ""
+        urls = {
+            role: tuple(one.url + ending.format(one.port) for one in shown if one.shown["role"] == role)
+            for role in EngineRole
+        }
         settings = RouterOptions(
             prefill=urls[EngineRole.PREFILL],
             decode=urls[EngineRole.DECODE],

@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from tests.support.one_process import OneProcess, ask, one_process, request
 from tests.support.wild_bodies import VALID, control_requests, hot_requests, valid_body
 
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+"""The router's thread draws numbers while Hypothesis makes a request."""
+
 COUNTS = [1000, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
 Request = tuple[str, bytes, list[bytes], bytes]
 SITES = {
