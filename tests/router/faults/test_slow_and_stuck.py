@@ -41,7 +41,8 @@ def full_backlog() -> Iterator[int]:
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_a_worker_whose_connection_hangs_costs_no_client_an_error(dialect: str, role: str) -> None:
     with full_backlog() as port:
-        flags = (f"--{role}=http://127.0.0.1:{port}?model=mock", *QUICK)
+        more = f"&bootstrap_port={port}" if dialect == "sglang" else ""
+        flags = (f"--{role}=http://127.0.0.1:{port}?model=mock{more}", *QUICK)
         async with site(1, 1, dialect=dialect, router_flags=flags) as there:
             for _ in range(4):
                 begun_s = time.monotonic()
