@@ -94,8 +94,13 @@ class ClientAnswer:
 
     async def give_up(self, status: int, body: dict[str, Any]) -> None:
         """As :meth:`fail`. A client that has not read it after SLOW_CLIENT_S never will: its connection is cut."""
-        self.fail(status, body)
-        if not await self._exchange.drained(SLOW_CLIENT_S):
+        if not self.is_started or self.is_ended:
+            self.fail(status, body)
+            return
+        self._exchange.write(self._style.end_with_error(body))
+        if await self._exchange.drained(SLOW_CLIENT_S):
+            self._exchange.end()
+        else:  # before the end: a connection whose answer has ended is no longer this answer's to cut
             self._exchange.abort()
 
     def throttle(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:

@@ -8,6 +8,9 @@ connection is kept: that is the connection's to say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +20,10 @@ from kvxfer.serving.exchange import Headers
 from kvxfer.serving.exchange_base import ExchangeBase
 from kvxfer.serving.heads import RequestHead
 from kvxfer.serving.incoming import Incoming
+
+_AT_ONCE = struct.pack("ii", 1, 0)
+"""Closed by a reset: otherwise the kernel keeps what a client does not read, for as long as that client acknowledges
+it."""
 
 
 class DirectConnection(Protocol):
@@ -119,7 +126,12 @@ class DirectExchange(ExchangeBase):
             return
         self.forget_callbacks()
         self.disconnect()
-        self._connection.transport.abort()
+        transport = self._connection.transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        transport.abort()
 
     async def drained(self, timeout_s: float) -> bool:
         if self.is_gone or not self.is_paused:
