@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -152,7 +152,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={headers.RETRY_AFTER: "1"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)

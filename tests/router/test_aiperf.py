@@ -1,6 +1,6 @@
 """NVIDIA's `aiperf`, unchanged, against a router and mock engines: every request answered, none an error.
 
-It lives in an environment of its own, `build/aiperf-venv`, which `make nightly-aiperf` makes.
+It has an environment of its own, `build/aiperf-venv`, which `make nightly-aiperf` makes.
 """
 
 from __future__ import annotations
