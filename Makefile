@@ -43,7 +43,7 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
     fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
 help:
@@ -73,7 +73,7 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
+NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
@@ -96,6 +96,18 @@ nightly-asan:
 
 nightly-tsan:
 	@$(MAKE) tsan PART=$@ MARKS='' TSAN_TESTS=''
+
+# NVIDIA's load generator against the router and mock engines; it has a virtual environment of its own.
+AIPERF = build/aiperf-venv
+AIPERF_VERSION = 0.13.0
+nightly-aiperf: install $(AIPERF)/.installed-$(AIPERF_VERSION)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/router/test_aiperf.py $(ARGS)
+
+$(AIPERF)/.installed-$(AIPERF_VERSION):
+	@rm -rf $(AIPERF)
+	@$(PY) -m venv $(AIPERF)
+	@$(AIPERF)/bin/python -m pip install --quiet --disable-pip-version-check $(INDEX) $(PIP_ARGS) "aiperf==$(AIPERF_VERSION)"
+	@touch $@
 
 # Its code is that of the checkout, where every tier runs: here is only seen that all of it is there, and starts.
 nightly-wheel:

@@ -10,13 +10,14 @@ import dataclasses
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.fleet.worker import KEYS, EngineDialect, Worker, WorkerSource, stock_worker
 from kvxfer.router.fleet.workers import Workers
+from kvxfer.serving.json_response import JSONResponse
 from kvxfer.types import Role
 
 NO_ADMIN = (

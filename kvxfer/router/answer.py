@@ -75,6 +75,11 @@ class ClientAnswer:
         self.status = 200
         self._exchange.start(200, [*_STREAM_HEAD, self._request_id, *extra])
 
+    def start(self, status: int, fields: Headers) -> None:
+        """The head of an answer of any kind; its bytes follow by ``write``."""
+        self.status = status
+        self._exchange.start(status, [*fields, self._request_id])
+
     def end(self) -> None:
         """The regular end of a stream."""
         self._exchange.end()

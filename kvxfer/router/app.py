@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvxfer import __version__
 from kvxfer.errors import KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
-from kvxfer.router import headers
+from kvxfer.router import document, headers
 from kvxfer.router.admin import AdminAccess, add_admin_routes
 from kvxfer.router.answer import RETRY_AFTER_STATUS
 from kvxfer.router.apis import ROUTES, Api
@@ -30,6 +30,7 @@ from kvxfer.router.readiness import RouterReadiness
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
+from kvxfer.serving.json_response import JSONResponse
 
 
 class RequestIds:
@@ -76,7 +77,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: AdminAccess, bodies: Bodies) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
-    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None)
+    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None, responses=document.DEFAULT)
     started_unix_s = int(time.time())
     readiness = RouterReadiness(
         core.workers,
@@ -143,7 +144,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
         }
         return JSONResponse(body)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=document.UNREADY)
     async def ready(model: str | None = None) -> Response:
         """Whether a request would be placed now."""
         body = readiness.describe(model, names_models=not keys.is_required)
@@ -151,7 +152,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={headers.RETRY_AFTER: "1"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -166,13 +167,12 @@ def _add_hot_route(app: FastAPI, api: Api, front: Front, bodies: Bodies) -> None
         assert handler is not None
         return _Served(handler, bodies)
 
-    body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
     app.add_api_route(
         api.path,
         serve,
         methods=["POST"],
         summary=f"As the engines serve it: {api.path}",
         operation_id="post" + api.path.replace("/", "_"),
-        openapi_extra={"requestBody": body},
-        responses={400: {"description": "OpenAI's error object"}, 503: {"description": "no worker takes it now"}},
+        openapi_extra={"requestBody": document.request_body(api)},
+        responses=document.responses(api),
     )

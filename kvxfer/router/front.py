@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvxfer.errors import ClosedError, KvxferError
@@ -15,16 +16,22 @@ from kvxfer.openai.errors import error_body, status_for
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.router import headers
 from kvxfer.router.answer import ClientAnswer
-from kvxfer.router.apis import Api, api_of
+from kvxfer.router.apis import Api, StreamStyle, api_of
+from kvxfer.router.apis.openai_style import OPENAI
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.dispatch import Dispatcher
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import RequestOutcome
+from kvxfer.router.pass_rules import PassRule
+from kvxfer.router.pass_through import PassThrough
 from kvxfer.router.record import RequestRecord
 from kvxfer.serving.exchange import ClientExchange, ClientGoneError, ExchangeHandler
 
 log = logging.getLogger("kvxfer.router")
+
+Work = Callable[[bytes, ClientAnswer, RequestRecord], Awaitable[RequestOutcome]]
+"""What is done with a request that came in: its body, its answer, its record."""
 
 SCAN_INLINE_BYTES = 256 << 10
 """Longer bodies are scanned in another thread, so that the event loop serves others meanwhile."""
@@ -84,36 +91,56 @@ class Door:
 
 
 class Front:
-    """Finds and runs the handler of a hot route."""
+    """Finds and runs the handler of a hot route, or of a path that passes through."""
 
     def __init__(self, core: RouterCore, keys: ApiKeys, door: Door) -> None:
         self._core = core
         self._keys = keys
         self._door = door
         self._dispatcher = Dispatcher(core)
+        self._pass_through = PassThrough(core)
         self._handlers: dict[str, ExchangeHandler] = {}
 
     def find(self, method: str, path: str) -> ExchangeHandler | None:
-        """The handler of ``POST`` to a route of an inference API; None for everything else."""
-        if method != "POST":
-            return None
-        handler = self._handlers.get(path)
-        if handler is None and (api := api_of(path)) is not None:
-            handler = self._handlers[path] = self._handler(api)
-        return handler
+        """The handler of ``POST`` to a route of an inference API, or of any method to a path that passes through; None
+        for everything else."""
+        if method == "POST":
+            handler = self._handlers.get(path)
+            if handler is not None:
+                return handler
+            api = api_of(path)
+            if api is not None:
+                handler = self._handlers[path] = self._handler(api)
+                return handler
+        rule = self._pass_through.rule_of(path)
+        return None if rule is None else self._passing(rule)
 
     def _handler(self, api: Api) -> ExchangeHandler:
         async def handle(exchange: ClientExchange) -> None:
-            await self._serve(api, exchange)
+            async def dispatch(body: bytes, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
+                inbound = await self._inbound(api, body, exchange, record)
+                record.is_stream = inbound.stream
+                return await self._dispatcher.serve(inbound, answer, record)
+
+            await self._serve(api.path, api.style, exchange, dispatch)
 
         return handle
 
-    async def _serve(self, api: Api, exchange: ClientExchange) -> None:
+    def _passing(self, rule: PassRule) -> ExchangeHandler:
+        async def handle(exchange: ClientExchange) -> None:
+            async def pass_on(body: bytes, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
+                return await self._pass_through.serve(rule, exchange, body, answer, record)
+
+            await self._serve(rule.prefix, OPENAI, exchange, pass_on)
+
+        return handle
+
+    async def _serve(self, route: str, style: StreamStyle, exchange: ClientExchange, work: Work) -> None:
         core = self._core
         received = exchange.header(b"x-request-id")
         request_id = headers.request_id(None if received is None else received.decode("latin-1"))
-        record = RequestRecord(api.path, request_id, core.now())
-        answer = ClientAnswer(exchange, request_id, api.style)
+        record = RequestRecord(route, request_id, core.now())
+        answer = ClientAnswer(exchange, request_id, style)
         outcome = RequestOutcome.DISCONNECTED
         is_inside = False
         try:
@@ -124,9 +151,7 @@ class Front:
             self._door.enter()  # before the body is looked at
             is_inside = True
             record.prompt_bytes = len(body)
-            inbound = await self._inbound(api, body, exchange, record)
-            record.is_stream = inbound.stream
-            outcome = await self._dispatcher.serve(inbound, answer, record)
+            outcome = await work(body, answer, record)
         except ClientGoneError:
             pass
         except KvxferError as error:

@@ -121,3 +121,43 @@ def leg_header_pairs(
             left -= len(name) + len(value)
             pairs.append((name, value))
     return tuple(pairs)
+
+
+_ANSWERED = frozenset(
+    {
+        *(b"content-type", b"content-disposition", b"content-encoding", b"content-language", b"content-range"),
+        *(b"accept-ranges", b"cache-control", b"etag", b"last-modified", b"retry-after", b"allow"),
+    }
+)
+"""Of a worker's answer to a request that passed through. A client learns no address and gets no cookie of a worker."""
+_MEDIA_BYTES_MAX = 1024
+
+
+def passed_header_pairs(
+    received: Iterable[tuple[bytes, bytes]],
+    *,
+    request_id: str,
+    forwards_authorization: bool,
+    passed: Collection[bytes] = (),
+) -> LegHeaders:
+    """As :func:`leg_header_pairs`, for a request that passes through: with the client's own ``content-type`` and
+    ``accept``, which the router knows nothing of.
+    """
+    own = tuple(received)
+    made = leg_header_pairs(own, request_id=request_id, forwards_authorization=forwards_authorization, passed=passed)
+    pairs = [pair for pair in made if pair[0] not in (b"content-type", b"accept")]
+    for wanted in (b"content-type", b"accept"):
+        value = next((value for name, value in own if name == wanted), b"")
+        if 0 < len(value) <= _MEDIA_BYTES_MAX and _VALUE.fullmatch(value):
+            pairs.append((wanted, value))
+    return tuple(pairs)
+
+
+def answered_header_pairs(received: Iterable[tuple[bytes, bytes]]) -> LegHeaders:
+    """Those of a worker's answer that its client gets; of a repeated header the first counts."""
+    known: dict[bytes, bytes] = {}
+    for name, value in received:
+        lower = name.lower()
+        if lower in _ANSWERED and _VALUE.fullmatch(value):
+            known.setdefault(lower, value)
+    return tuple(known.items())

@@ -8,6 +8,7 @@ from typing import Any
 from kvxfer.config import check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
+from kvxfer.router.pass_rules import read_rules
 from kvxfer.serving.limits import ServingLimits
 
 DIALECTS = ("vllm", "vllm-mooncake", "vllm-kvxfer", "sglang", "kvxfer")
@@ -76,6 +77,11 @@ class RouterOptions(ServingLimits):
         False, "pass the client's Authorization header on to the workers; otherwise it ends here"
     )
     forward_header: tuple[str, ...] = _option((), "names of clients' headers that go on to the workers")
+    pass_through: tuple[str, ...] = _option(
+        (),
+        "PATH=POOL: requests for PATH, or below it where it ends with /, go to one worker of POOL as they are; POOL is "
+        "prefill, decode, engine, or a model's name; may be repeated",
+    )
     allow_http_host: tuple[str, ...] = _option(
         (), "hosts that requests are sent to, as addresses, networks or names; empty: what the coordinator let in"
     )
@@ -112,6 +118,7 @@ class RouterOptions(ServingLimits):
             if not 0 <= getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be 0 to 1e6, not {getattr(self, name)}")
         HostList("allow_http_host", self.allow_http_host)
+        read_rules(self.pass_through)
         if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback and there is no TLS: pass --insecure to allow it")
 

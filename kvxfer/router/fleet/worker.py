@@ -122,6 +122,8 @@ def stock_worker(
         raise ConfigError(f"dp_rank must be 0 to 65535, not {dp_rank}")
     if len(model) > MODEL_CHARS_MAX:
         raise ConfigError(f"model must have at most {MODEL_CHARS_MAX} characters")
+    if not model.isprintable():
+        raise ConfigError(f"model must be printable text, not {model!a:.200}")
     if bootstrap_port is None and dialect in BOOTSTRAPPED_DIALECTS:
         bootstrap_port = BOOTSTRAP_PORT
     if dialect == EngineDialect.PLAIN:

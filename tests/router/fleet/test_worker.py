@@ -50,6 +50,7 @@ def test_worker_bootstrap_port_has_a_default_where_there_is_one(dialect: str, po
         ("http://h:1?dialect=sglang&bootstrap_port=0", "bootstrap_port must be 1 to 65535"),
         ("http://h:1?dialect=tgi", "dialect must be one of"),
         ("http://h:1?model=" + "x" * 600, "model must have at most"),
+        ("http://h:1?model=a%00b", "model must be printable text"),
         ("http://h:1?" + "&".join(["name=a"] * 20), "name=value"),
     ],
 )
