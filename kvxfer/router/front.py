@@ -11,15 +11,17 @@ import logging
 from typing import Any
 
 from kvxfer.errors import ClosedError, KvxferError
-from kvxfer.openai.errors import error_body, status_for
+from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.router import headers
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.apis import Api, api_of
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
+from kvxfer.router.cors import Cors
 from kvxfer.router.dispatch import Dispatcher
 from kvxfer.router.inbound import Inbound
+from kvxfer.router.keyed import UNKEYED, RateLimitedError
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
 from kvxfer.serving.exchange import ClientExchange, ClientGoneError, ExchangeHandler
@@ -86,8 +88,9 @@ class Door:
 class Front:
     """Finds and runs the handler of a hot route."""
 
-    def __init__(self, core: RouterCore, keys: ApiKeys, door: Door) -> None:
+    def __init__(self, core: RouterCore, keys: ApiKeys, door: Door, cors: Cors | None = None) -> None:
         self._core = core
+        self._cors = cors
         self._keys = keys
         self._door = door
         self._dispatcher = Dispatcher(core)
@@ -113,12 +116,17 @@ class Front:
         received = exchange.header(b"x-request-id")
         request_id = headers.request_id(None if received is None else received.decode("latin-1"))
         record = RequestRecord(api.path, request_id, core.now())
-        answer = ClientAnswer(exchange, request_id, api.style)
+        cors = () if self._cors is None else self._cors.answer_headers(exchange.header(b"origin"))
+        answer = ClientAnswer(exchange, request_id, api.style, common=cors)
         outcome = RequestOutcome.DISCONNECTED
         is_inside = False
+        keyed = UNKEYED
         try:
             authorization = exchange.header(b"authorization")
-            self._keys.check(None if authorization is None else authorization.decode("latin-1"))
+            keyed = self._keys.enter(None if authorization is None else authorization.decode("latin-1"))
+            if keyed.name:
+                record.key_name, record.usage = keyed.name, keyed.usage
+                core.metrics.key_began(keyed.name)
             self._door.check_open()
             body = await exchange.read_body()
             self._door.enter()  # before the body is looked at
@@ -126,12 +134,17 @@ class Front:
             record.prompt_bytes = len(body)
             inbound = await self._inbound(api, body, exchange, record)
             record.is_stream = inbound.stream
+            inbound = keyed.admit(inbound, core.workers.models())
             outcome = await self._dispatcher.serve(inbound, answer, record)
         except ClientGoneError:
             pass
         except KvxferError as error:
             outcome = _outcome(error)
-            record.code = error.code
+            record.code = error.error_code if isinstance(error, RequestError) else error.code
+            if isinstance(error, RateLimitedError):
+                record.key_name = error.key_name
+                answer.retry_after_s = error.retry_after_s
+                core.metrics.key_limited(error.key_name, error.limit.value)
             answer.fail(status_for(error), error_body(error))
         except asyncio.CancelledError:
             outcome = RequestOutcome.STOPPED
@@ -146,6 +159,9 @@ class Front:
         finally:
             if is_inside:
                 self._door.leave()
+            tokens = keyed.end(record, status=answer.status, answer_bytes=answer.bytes_written)
+            if keyed.name:
+                core.metrics.key_ended(keyed.name, outcome, tokens)
             record.finish(outcome, answer.status, answer.bytes_written, now_s=core.now(), metrics=core.metrics)
 
     async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:
