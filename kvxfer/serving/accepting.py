@@ -161,8 +161,8 @@ class Acceptor:
         """Descriptors ran out before the maximum of connections was open: give one up, and accept again after
         RETRY_S."""
         self._pause()
-        if not self._connections.hurry():
-            self._connections.make_room()
+        if not self._connections.hurry() and not self._connections.make_room():
+            self._end_handshake()
         self._retry = self._loop.call_later(RETRY_S, self._accept_again)
 
     def _accept_again(self) -> None:

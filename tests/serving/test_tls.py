@@ -7,19 +7,22 @@ import logging
 import os
 import pathlib
 import ssl
+from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from kvxfer.errors import ConfigError
 from kvxfer.serving import accepting
+from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ClientExchange
-from kvxfer.serving.server import listening, ready_line
+from kvxfer.serving.limits import ServingLimits
+from kvxfer.serving.server import listening, ready_line, serving
 from kvxfer.serving.tls import ServerTls, TlsFiles
 from tests.support.certificates import Authority, Identity, common_name
 from tests.support.serving.exchanges import (
     KINDS,
     TEXT,
-    ExchangeServer,
     echo,
     exchanging,
     get,
@@ -28,7 +31,7 @@ from tests.support.serving.exchanges import (
     read_head,
     stream,
 )
-from tests.support.serving.servers import ConnectionPhase, eventually, head, is_closed, logged
+from tests.support.serving.servers import ConnectionPhase, eventually, hang_up, head, is_closed, logged
 
 MIB = 1 << 20
 
@@ -59,7 +62,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "HANDSHAKE_FAIR_S", 0.1)
 
 
-def shown(server: ExchangeServer, writer: asyncio.StreamWriter) -> str:
+def shown(writer: asyncio.StreamWriter) -> str:
     """Common name of the certificate that the server showed."""
     return common_name(writer.get_extra_info("peercert"))
 
@@ -98,14 +101,17 @@ async def test_streams_come_in_chunks(kind: str, tls: ServerTls, client: ssl.SSL
 
 
 async def test_application_sees_https(tls: ServerTls, client: ssl.SSLContext) -> None:
-    schemes: list[str] = []
-    async with exchanging("asgi", echo, tls=tls, client_context=client) as server:
-        context = next(iter(server.http.connections._phases), None)
-        assert context is None
-        reader, _ = await server.send(get("/asgi"))
-        await read_any(reader)
-        schemes += [connection._scheme for connection in server.http.connections._phases]  # type: ignore[attr-defined]
-    assert schemes == ["https"]
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["scheme"])(scope, receive, send)
+
+    settings = ServingLimits()
+    with listening("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        async with serving(app, listener, settings, Bodies(settings), connections_max=9, name="test http", tls=tls):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            writer.write(get())
+            assert (await read_any(reader))[2] == b"https"
+            await hang_up(writer)
 
 
 def test_older_versions_are_not_spoken(tls: ServerTls) -> None:
@@ -237,13 +243,13 @@ async def test_changed_files_are_for_new_connections(authority: Authority, tmp_p
     tls = ServerTls(TlsFiles(str(cert), str(key)), poll_s=0.02)
     async with tls.watched, exchanging("direct", echo, tls=tls, client_context=authority.client_context()) as server:
         old_reader, old_writer = await server.send(head(2) + b"ok")
-        assert shown(server, old_writer) == "ca-first"
+        assert shown(old_writer) == "ca-first"
         assert (await read_any(old_reader))[0] == 200
         before = tls.context
         put(second)
         await eventually(lambda: tls.context is not before)
         _, writer = await server.send(head(2) + b"ok")
-        assert shown(server, writer) == "ca-second"
+        assert shown(writer) == "ca-second"
         old_writer.write(head(2) + b"ok")
         assert (await read_any(old_reader))[0] == 200
 
