@@ -8,9 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError
+from kvxfer.policy.admit import AdmitOptions
+from kvxfer.router.admin import AdminAccess
+from kvxfer.router.app import build_app
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.core import RouterCore
 from kvxfer.router.cors import EXPOSED, Cors, is_for_pages
+from kvxfer.router.fleet.workers import Workers
+from kvxfer.router.front import Door, Front
+from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.serving.bodies import Bodies
 from kvxfer.types import Role
 from tests.support.fake_workers import FakeWorker, Running, router_over
 
@@ -206,3 +214,19 @@ async def test_options_that_are_no_preflight_go_on() -> None:
         answer = await router.client.request("OPTIONS", "/v1/completions", headers={"origin": PAGE})
         assert answer.status_code == 405
         assert told(answer) == allowing()
+
+
+async def test_a_hot_route_over_asgi_tells_it_once() -> None:
+    options = RouterOptions(cors_origin=(PAGE,))
+    workers, bodies, door = Workers(), Bodies(options), Door(AdmitOptions())
+    core = RouterCore(options, workers, RouterMetrics(workers))
+    keys, cors = ApiKeys(), Cors(options.cors_origin)
+    front = Front(core, keys, door, cors)
+    app = build_app(core, keys, door, front, AdminAccess(keys, is_loopback=True), bodies, cors)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        answer = await client.post("/v1/completions", json={"model": "x", "prompt": "x"}, headers={"origin": PAGE})
+        assert answer.status_code == 503
+        assert told(answer) == allowing()
+        assert answer.headers.get_list("vary") == ["origin"]
+    await core.aclose()
+    await workers.close()
