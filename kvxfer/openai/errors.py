@@ -38,8 +38,12 @@ class RequestError(InvalidArgumentError):
     """A client's request is wrong. ``param`` names the field (dotted path, or None for the whole body).
 
     ``status`` is 4xx; ``error_code`` stands in the body's ``code`` (``invalid_argument`` unless a client
-    may want to tell it apart, such as ``model_not_found``).
+    may want to tell it apart, such as ``model_not_found``), ``kind`` in its ``type`` where that is not
+    ``invalid_request_error``. ``retry_after_s`` is given where waiting so long helps.
     """
+
+    kind: str | None = None
+    retry_after_s: int | None = None
 
     def __init__(
         self, message: str, *, param: str | None = None, status: int = 400, error_code: str = InvalidArgumentError.code
@@ -84,6 +88,7 @@ def error_body(
     if isinstance(error, RequestError):
         param = error.param if param is None else param
         code = code or error.error_code
+        kind = kind or error.kind
     elif isinstance(error, KvxferError):
         code = code or error.code
     counted: dict[str, int] = {}

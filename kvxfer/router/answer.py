@@ -36,12 +36,13 @@ class ClientAnswer:
         request_id: str,
         style: StreamStyle,
         *,
-        retry_after_s: int = 1,
+        common: Headers = (),
     ) -> None:
+        """``common`` headers are in the answer whatever it is."""
         self._exchange = exchange
-        self._request_id = (headers.REQUEST_ID.encode(), request_id.encode("latin-1"))
+        self._common = ((headers.REQUEST_ID.encode(), request_id.encode("latin-1")), *common)
         self._style = style
-        self._retry_after = (headers.RETRY_AFTER.encode(), b"%d" % retry_after_s)
+        self.retry_after_s = 1
         self.write: Callable[[bytes], None] = exchange.write
         """Bytes of whole events. The exchange's own: it is called for each piece of a stream."""
         self.status = 0
@@ -63,9 +64,9 @@ class ClientAnswer:
     def json(self, status: int, body: dict[str, Any] | bytes, extra: Headers = ()) -> None:
         """A whole JSON answer."""
         content = body if isinstance(body, bytes) else encode_object(body)
-        head = [_JSON, self._request_id, *extra]
+        head = [_JSON, *self._common, *extra]
         if status in RETRY_AFTER_STATUS:
-            head.append(self._retry_after)
+            head.append((headers.RETRY_AFTER.encode(), b"%d" % self.retry_after_s))
         self.status = status
         self.bytes_written += len(content)
         self._exchange.respond(status, head, content)
@@ -73,12 +74,12 @@ class ClientAnswer:
     def start_stream(self, extra: Headers = ()) -> None:
         """The head of a stream of events."""
         self.status = 200
-        self._exchange.start(200, [*_STREAM_HEAD, self._request_id, *extra])
+        self._exchange.start(200, [*_STREAM_HEAD, *self._common, *extra])
 
     def start(self, status: int, fields: Headers) -> None:
         """The head of an answer of any kind; its bytes follow by ``write``."""
         self.status = status
-        self._exchange.start(status, [*fields, self._request_id])
+        self._exchange.start(status, [*fields, *self._common])
 
     def end(self) -> None:
         """The regular end of a stream."""

@@ -7,6 +7,7 @@ ASGI they are served here, by the same handler. It must never know how a request
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,7 +26,9 @@ from kvxfer.router.answer import RETRY_AFTER_STATUS
 from kvxfer.router.apis import ROUTES, Api
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
+from kvxfer.router.cors import ALLOW_ORIGIN, VARY, Cors, is_for_pages
 from kvxfer.router.front import Door, Front
+from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
@@ -57,6 +60,39 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+class CorsHeaders:
+    """ASGI middleware: preflights of all routes, and the headers of what the application answers. A hot route has put
+    its own there."""
+
+    def __init__(self, app: ASGIApp, cors: Cors) -> None:
+        self._app = app
+        self._cors = cors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not is_for_pages(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        given = dict(reversed(scope["headers"]))
+        origin = given.get(b"origin")
+        if scope["method"] == "OPTIONS":
+            asked = given.get(b"access-control-request-method"), given.get(b"access-control-request-headers")
+            told = self._cors.preflight_headers(origin, *asked)
+            if told is not None:
+                await send({"type": "http.response.start", "status": 204, "headers": list(told)})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        more = self._cors.answer_headers(origin)
+
+        async def send_with_cors(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                sent = message.get("headers", ())
+                if not any(name in (ALLOW_ORIGIN, VARY) for name, _ in sent):
+                    message = {**message, "headers": [*sent, *more]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_cors)
+
+
 class _Served(Response):
     """A hot route under a server that knows only ASGI."""
 
@@ -71,11 +107,20 @@ class _Served(Response):
 def error_response(error: Exception) -> JSONResponse:
     """OpenAI's error object for an exception, with ``Retry-After`` where waiting helps."""
     status = status_for(error)
-    extra = {headers.RETRY_AFTER: "1"} if status in RETRY_AFTER_STATUS else {}
+    wait_s = error.retry_after_s if isinstance(error, RequestError) and error.retry_after_s else 1
+    extra = {headers.RETRY_AFTER: str(wait_s)} if status in RETRY_AFTER_STATUS else {}
     return JSONResponse(error_body(error), status_code=status, headers=extra)
 
 
-def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: AdminAccess, bodies: Bodies) -> FastAPI:
+def build_app(
+    core: RouterCore,
+    keys: ApiKeys,
+    door: Door,
+    front: Front,
+    admin: AdminAccess,
+    bodies: Bodies,
+    cors: Cors | None = None,
+) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
     app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None, responses=document.DEFAULT)
     started_unix_s = int(time.time())
@@ -86,6 +131,8 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
     )
     core.metrics.ready.set_function(lambda: float(readiness.verdict().is_ready))
     app.add_middleware(RequestIds)
+    if cors is not None:
+        app.add_middleware(CorsHeaders, cors=cors)
 
     @app.exception_handler(KvxferError)
     async def on_kvxfer_error(request: Request, error: KvxferError) -> Response:
@@ -105,8 +152,16 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
     for api in ROUTES:
         _add_hot_route(app, api, front, bodies)
 
-    def check(request: Request) -> None:
-        keys.check(request.headers.get("authorization"))
+    def check(request: Request) -> Callable[[str], bool]:
+        """Count a request of a key. Returns which models that key may use."""
+        try:
+            keyed = keys.enter(request.headers.get("authorization"))
+        except RateLimitedError as error:
+            core.metrics.key_limited(error.key_name, error.limit.value)
+            raise
+        keyed.end()
+        allowed = keyed.models
+        return lambda model: allowed is None or model in allowed
 
     def describe_model(model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": started_unix_s, "owned_by": "kvxfer"}
@@ -114,14 +169,14 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models that some worker serves."""
-        check(request)
-        return JSONResponse({"object": "list", "data": [describe_model(name) for name in core.workers.models()]})
+        names = filter(check(request), core.workers.models())
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in names]})
 
     @app.get("/v1/models/{model:path}")
     async def model_by_name(request: Request, model: str) -> Response:
         """One model."""
-        check(request)
-        if model not in core.workers.models():
+        may_use = check(request)
+        if model not in core.workers.models() or not may_use(model):
             raise RequestError(
                 f"model: {model!r} is not served here", param="model", status=404, error_code="model_not_found"
             )

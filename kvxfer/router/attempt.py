@@ -40,6 +40,7 @@ from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.stream_relay import StreamRelay
 from kvxfer.router.tasks import cancel_all, finish
+from kvxfer.router.usage import MARKS as USAGE_MARKS
 from kvxfer.types import TransferId
 
 log = logging.getLogger("kvxfer.router")
@@ -217,7 +218,7 @@ class Attempt:
                 begin=self._begin_stream,
                 write=self._answer.write,
                 edit=self._edit,
-                edit_marks=MARKS,
+                edit_marks=MARKS if self._record.usage is None else (*MARKS, *USAGE_MARKS),
             )
             self._relay = relay
             self._answer.throttle(response.pause, response.resume)
@@ -246,9 +247,13 @@ class Attempt:
         """The event with what the router adds. P's own words are waited for, once, by the stream's end."""
         if self._prefill_task is not None and not self._prefill_task.done() and not self._is_prefill_heard:
             return None
+        if self._record.usage is not None:
+            self._record.usage.note(event.data)
         return self._merger.event(event, self._account(), self._prefilled())
 
     async def _answer_whole(self, content: bytes) -> RequestOutcome:
+        if self._record.usage is not None:
+            self._record.usage.note(content)
         if self._merger.is_concerned(content):
             await self._hear_prefill()
             content = self._merger.body(content, self._account(), self._prefilled())

@@ -3,55 +3,81 @@
 from __future__ import annotations
 
 import hmac
-import pathlib
+import time
+from collections.abc import Callable, Iterable
 
 from kvxfer.errors import ConfigError
-from kvxfer.observe import hide
 from kvxfer.openai.errors import RequestError
-
-KEYS_MAX = 1024
-KEY_CHARS_MAX = 1024
+from kvxfer.policy.keylimits import KeyLimits, KeyMeter
+from kvxfer.router.keyed import UNKEYED, KeyedRequest, KeyHolder
+from kvxfer.router.keyfile import KeyEntry, digest_of, plain_entry, read_key_file
 
 
 class ApiKeys:
-    """The keys that clients may use; no keys at all means that no client is asked for one."""
+    """The keys that clients may use, and what each holder of keys has used of its limits. No keys at all means that no
+    client is asked for one. Only their SHA-256 is kept.
+    """
 
-    def __init__(self, keys: tuple[str, ...] = ()) -> None:
-        self._keys = tuple(key.encode() for key in keys)
-        for key in keys:
-            hide(key)
+    def __init__(self, keys: tuple[str, ...] = (), *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._known: tuple[tuple[bytes, KeyHolder], ...] = ()
+        self.replace(map(plain_entry, keys))
 
     @classmethod
-    def from_file(cls, path: str) -> ApiKeys:
-        """Read one key a line (blank lines and ``#`` lines are skipped); raise ConfigError for a file without keys."""
-        try:
-            lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise ConfigError(f"cannot read API keys from {path}: {reason}") from None
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        if not keys:
-            raise ConfigError(f"{path} holds no API key")
-        if len(keys) > KEYS_MAX or max(map(len, keys)) > KEY_CHARS_MAX:
-            raise ConfigError(f"{path} holds more than {KEYS_MAX} keys, or one of more than {KEY_CHARS_MAX} characters")
-        return cls(keys)
+    def from_file(cls, path: str, *, with_limits: bool = True) -> ApiKeys:
+        """The keys of a file (``router.keyfile``); raise ConfigError for one without keys, or that is wrong."""
+        keys = cls()
+        keys.load(path, with_limits=with_limits)
+        return keys
+
+    def load(self, path: str, *, with_limits: bool = True) -> None:
+        """Take the keys of a file in place of those that are known. Raises ConfigError, and then these stay."""
+        entries = read_key_file(path)
+        if not with_limits and any(entry.limits != KeyLimits() or entry.models is not None for entry in entries):
+            raise ConfigError(f"{path}: these keys have neither limits nor models")
+        self.replace(entries)
+
+    def replace(self, entries: Iterable[KeyEntry]) -> None:
+        """Other holders from now on. One of the same name, or without a name and with the same key, goes on with what
+        it has used; what runs for one that is gone ends as it began."""
+        before = {holder.identity: holder for _, holder in self._known}
+        now = self._now()
+        known = []
+        for entry in entries:
+            holder = before.get(KeyHolder.identity_of(entry))
+            if holder is None:
+                holder = KeyHolder(entry, KeyMeter(entry.limits, now), self._now)
+            else:
+                holder.adopt(entry, now)
+            known += [(digest, holder) for digest in entry.digests]
+        self._known = tuple(known)
 
     @property
     def is_required(self) -> bool:
-        return bool(self._keys)
+        return bool(self._known)
 
-    def check(self, authorization: str | None) -> None:
-        """Raise RequestError (401) unless the header carries a known key, or no key is required."""
-        if not self._keys:
-            return
+    def check(self, authorization: str | None) -> KeyHolder | None:
+        """The holder of the key in the header; None where no key is required. Raise RequestError (401) for a key that
+        is unknown or missing."""
+        if not self._known:
+            return None
         scheme, _, given = (authorization or "").partition(" ")
         presented = given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
-        is_known = False
-        for key in self._keys:
-            is_known |= hmac.compare_digest(key, presented)
-        if not is_known:
+        digest = digest_of(presented)
+        found: KeyHolder | None = None
+        for known, holder in self._known:
+            if hmac.compare_digest(known, digest):
+                found = holder  # and on: the time must not tell which one
+        if found is None or not presented:
             what = "incorrect API key provided" if presented else "an API key is required: Authorization: Bearer ..."
             raise RequestError(what, status=401, error_code="invalid_api_key")
+        return found
+
+    def enter(self, authorization: str | None) -> KeyedRequest:
+        """Begin one request with the key in the header, within its limits; :meth:`KeyedRequest.end` must follow.
+        Raises RequestError (401), RateLimitedError (429)."""
+        holder = self.check(authorization)
+        return UNKEYED if holder is None else holder.enter()
 
     def __repr__(self) -> str:
-        return f"ApiKeys({len(self._keys)})"
+        return f"ApiKeys({len(self._known)})"

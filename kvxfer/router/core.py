@@ -53,7 +53,7 @@ class RouterCore:
         )
         """Of an answer without a stream, whose first byte comes when all of it is computed."""
         self.passed_headers = check_passed(options.forward_header)
-        self.engine_names = EngineNames()
+        self.engine_names = EngineNames(workers.make_pool)
         self._background: set[asyncio.Task[Any]] = set()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:

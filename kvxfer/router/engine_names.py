@@ -6,6 +6,7 @@ Decides when to ask again: after a failure, and for a worker that is new. It mus
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from kvxfer.router.dialects import Dialect, HandoverError
@@ -25,7 +26,8 @@ _DEADLINES = UpstreamDeadlines(
 class EngineNames:
     """On one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_pool: Callable[..., UpstreamPool] = UpstreamPool) -> None:
+        self._make_pool = make_pool
         self._names: dict[AgentRef, tuple[str, float]] = {}
         self._asking: dict[AgentRef, asyncio.Task[str]] = {}
 
@@ -42,7 +44,7 @@ class EngineNames:
 
     async def _ask(self, worker: Worker, url: str, dialect: Dialect) -> str:
         split = urlsplit(url)
-        pool = UpstreamPool(f"{split.scheme}://{split.netloc}")
+        pool = self._make_pool(f"{split.scheme}://{split.netloc}")
         try:
             response = await pool.request("GET", split.path, (), (), _DEADLINES)
             async with response:

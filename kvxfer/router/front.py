@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvxfer.errors import ClosedError, KvxferError
-from kvxfer.openai.errors import error_body, status_for
+from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.router import headers
 from kvxfer.router.answer import ClientAnswer
@@ -20,8 +20,10 @@ from kvxfer.router.apis import Api, StreamStyle, api_of
 from kvxfer.router.apis.openai_style import OPENAI
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
+from kvxfer.router.cors import Cors
 from kvxfer.router.dispatch import Dispatcher
 from kvxfer.router.inbound import Inbound
+from kvxfer.router.keyed import UNKEYED, KeyedRequest, RateLimitedError
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.pass_rules import PassRule
 from kvxfer.router.pass_through import PassThrough
@@ -30,8 +32,8 @@ from kvxfer.serving.exchange import ClientExchange, ClientGoneError, ExchangeHan
 
 log = logging.getLogger("kvxfer.router")
 
-Work = Callable[[bytes, ClientAnswer, RequestRecord], Awaitable[RequestOutcome]]
-"""What is done with a request that came in: its body, its answer, its record."""
+Work = Callable[[KeyedRequest, bytes, ClientAnswer, RequestRecord], Awaitable[RequestOutcome]]
+"""What is done with a request that came in: whose it is, its body, its answer, its record."""
 
 SCAN_INLINE_BYTES = 256 << 10
 """Longer bodies are scanned in another thread, so that the event loop serves others meanwhile."""
@@ -93,8 +95,9 @@ class Door:
 class Front:
     """Finds and runs the handler of a hot route, or of a path that passes through."""
 
-    def __init__(self, core: RouterCore, keys: ApiKeys, door: Door) -> None:
+    def __init__(self, core: RouterCore, keys: ApiKeys, door: Door, cors: Cors | None = None) -> None:
         self._core = core
+        self._cors = cors
         self._keys = keys
         self._door = door
         self._dispatcher = Dispatcher(core)
@@ -117,9 +120,12 @@ class Front:
 
     def _handler(self, api: Api) -> ExchangeHandler:
         async def handle(exchange: ClientExchange) -> None:
-            async def dispatch(body: bytes, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
+            async def dispatch(
+                keyed: KeyedRequest, body: bytes, answer: ClientAnswer, record: RequestRecord
+            ) -> RequestOutcome:
                 inbound = await self._inbound(api, body, exchange, record)
                 record.is_stream = inbound.stream
+                inbound = keyed.admit(inbound, self._core.workers.models())
                 return await self._dispatcher.serve(inbound, answer, record)
 
             await self._serve(api.path, api.style, exchange, dispatch)
@@ -128,7 +134,10 @@ class Front:
 
     def _passing(self, rule: PassRule) -> ExchangeHandler:
         async def handle(exchange: ClientExchange) -> None:
-            async def pass_on(body: bytes, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
+            async def pass_on(
+                keyed: KeyedRequest, body: bytes, answer: ClientAnswer, record: RequestRecord
+            ) -> RequestOutcome:
+                keyed.admit_unread(len(body), rule.model)
                 return await self._pass_through.serve(rule, exchange, body, answer, record)
 
             await self._serve(rule.prefix, OPENAI, exchange, pass_on)
@@ -140,23 +149,32 @@ class Front:
         received = exchange.header(b"x-request-id")
         request_id = headers.request_id(None if received is None else received.decode("latin-1"))
         record = RequestRecord(route, request_id, core.now())
-        answer = ClientAnswer(exchange, request_id, style)
+        cors = () if self._cors is None else self._cors.answer_headers(exchange.header(b"origin"))
+        answer = ClientAnswer(exchange, request_id, style, common=cors)
         outcome = RequestOutcome.DISCONNECTED
         is_inside = False
+        keyed = UNKEYED
         try:
             authorization = exchange.header(b"authorization")
-            self._keys.check(None if authorization is None else authorization.decode("latin-1"))
+            keyed = self._keys.enter(None if authorization is None else authorization.decode("latin-1"))
+            if keyed.name:
+                record.key_name, record.usage = keyed.name, keyed.usage
+                core.metrics.key_began(keyed.name)
             self._door.check_open()
             body = await exchange.read_body()
             self._door.enter()  # before the body is looked at
             is_inside = True
             record.prompt_bytes = len(body)
-            outcome = await work(body, answer, record)
+            outcome = await work(keyed, body, answer, record)
         except ClientGoneError:
             pass
         except KvxferError as error:
             outcome = _outcome(error)
-            record.code = error.code
+            record.code = error.error_code if isinstance(error, RequestError) else error.code
+            if isinstance(error, RateLimitedError):
+                record.key_name = error.key_name
+                answer.retry_after_s = error.retry_after_s
+                core.metrics.key_limited(error.key_name, error.limit.value)
             answer.fail(status_for(error), error_body(error))
         except asyncio.CancelledError:
             outcome = RequestOutcome.STOPPED
@@ -171,6 +189,9 @@ class Front:
         finally:
             if is_inside:
                 self._door.leave()
+            tokens = keyed.end(record, status=answer.status, answer_bytes=answer.bytes_written)
+            if keyed.name:
+                core.metrics.key_ended(keyed.name, outcome, tokens)
             record.finish(outcome, answer.status, answer.bytes_written, now_s=core.now(), metrics=core.metrics)
 
     async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:

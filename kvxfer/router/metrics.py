@@ -126,6 +126,30 @@ class RouterMetrics:
             "Finished prefills whose client had left, and whose blocks a decode worker was told to give back",
             registry=registry,
         )
+        self.key_requests = Counter(
+            "kvxfer_router_key_requests",
+            "Requests by the name of their API key, and outcome",
+            ("key", "outcome"),
+            registry=registry,
+        )
+        self.key_tokens = Counter(
+            "kvxfer_router_key_tokens",
+            "Tokens of prompts and answers by the name of the API key",
+            ("key",),
+            registry=registry,
+        )
+        self.key_refused = Counter(
+            "kvxfer_router_key_refused",
+            "Requests that a limit of their API key refused, by limit",
+            ("key", "limit"),
+            registry=registry,
+        )
+        self.key_inflight = Gauge(
+            "kvxfer_router_key_inflight",
+            "Requests being served by the name of their API key",
+            ("key",),
+            registry=registry,
+        )
         self.ready = Gauge(
             "kvxfer_router_ready", "1 while a request would be placed: what GET /ready answers", registry=registry
         )
@@ -134,6 +158,8 @@ class RouterMetrics:
         self._duration = functools.cache(self.duration.labels)
         self._ttft = functools.cache(self.ttft.labels)
         self._placed = functools.cache(self.placements.labels)
+        self._key_ended = functools.cache(lambda key, outcome: self.key_requests.labels(key, outcome))
+        self._key_inflight = functools.cache(self.key_inflight.labels)
 
     def ended(self, route: str, outcome: RequestOutcome, seconds: float) -> None:
         self._ended(route, outcome.value).inc()
@@ -163,6 +189,21 @@ class RouterMetrics:
 
     def forgone(self) -> None:
         self.prefills_forgone.inc()
+
+    def key_began(self, key: str) -> None:
+        """A request of the holder of that name was let in."""
+        self._key_inflight(key).inc()
+
+    def key_ended(self, key: str, outcome: RequestOutcome, tokens: float) -> None:
+        """One that was let in is over, and cost so many tokens."""
+        self._key_inflight(key).dec()
+        self._key_ended(key, outcome.value).inc()
+        if tokens:
+            self.key_tokens.labels(key).inc(tokens)
+
+    def key_limited(self, key: str, limit: str) -> None:
+        """A limit of its key refused a request."""
+        self.key_refused.labels(key, limit).inc()
 
     def render(self) -> bytes:
         """The text exposition of everything."""

@@ -8,6 +8,7 @@ from typing import Any
 from kvxfer.config import check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
+from kvxfer.router.cors import Cors
 from kvxfer.router.pass_rules import read_rules
 from kvxfer.serving.limits import ServingLimits
 
@@ -25,7 +26,7 @@ def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
 class RouterOptions(ServingLimits):
     """What ``kvxfer router`` is told; checked once, here."""
 
-    host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs --insecure")
+    host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs TLS, or --insecure")
     port: int = _option(0, "port to listen on; 0 takes a free one")
     coordinator: str = _option("", "host:port of the coordinator that names the workers; empty: none is asked")
     prefill: tuple[str, ...] = _option((), "URL of a prefill worker; may be repeated")
@@ -34,7 +35,9 @@ class RouterOptions(ServingLimits):
     dialect: str = _option("vllm", "how the workers of --prefill and --decode are asked", DIALECTS)
     workers_file: str = _option("", "YAML file with workers; it is read again when it changes")
     token_file: str = _option("", "file with the cluster token; empty means the default place")
-    api_key_file: str = _option("", "file with the API keys that clients may use, one a line; empty asks for none")
+    api_key_file: str = _option(
+        "", "file with the API keys that clients may use: one a line, or YAML with limits; empty asks for none"
+    )
     kubernetes_selector: str = _option(
         "", "label selector of the EndpointSlices that name workers; empty: Kubernetes is not asked"
     )
@@ -85,6 +88,16 @@ class RouterOptions(ServingLimits):
     allow_http_host: tuple[str, ...] = _option(
         (), "hosts that requests are sent to, as addresses, networks or names; empty: what the coordinator let in"
     )
+    tls_cert_file: str = _option("", "PEM file with the certificate, and those that signed it; empty: no TLS")
+    tls_key_file: str = _option("", "PEM file with the certificate's key; empty: it is in tls_cert_file")
+    tls_client_ca_file: str = _option("", "PEM file with the CAs of clients' certificates; empty asks for none")
+    worker_ca_file: str = _option("", "PEM file with the CAs of https:// workers; empty: the system's")
+    worker_cert_file: str = _option("", "PEM file with the certificate to show to https:// workers; empty: none")
+    worker_key_file: str = _option("", "PEM file with that certificate's key; empty: it is in worker_cert_file")
+    cors_origin: tuple[str, ...] = _option(
+        (), "origin whose pages may read answers, as https://app.example.com, or *; may be repeated"
+    )
+    cors_credentials: bool = _option(False, "let those pages send credentials; not with *")
     insecure: bool = _option(False, "listen beyond loopback without TLS")
 
     def __post_init__(self) -> None:
@@ -119,8 +132,17 @@ class RouterOptions(ServingLimits):
                 raise ConfigError(f"{name} must be 0 to 1e6, not {getattr(self, name)}")
         HostList("allow_http_host", self.allow_http_host)
         read_rules(self.pass_through)
-        if not self.insecure and not is_loopback(self.host):
-            raise ConfigError(f"host {self.host!r} is not loopback and there is no TLS: pass --insecure to allow it")
+        Cors(self.cors_origin, allows_credentials=self.cors_credentials)
+        for name, needed in (
+            *(("tls_key_file", "tls_cert_file"), ("tls_client_ca_file", "tls_cert_file")),
+            ("worker_key_file", "worker_cert_file"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigError(f"{name} needs {needed}")
+        if not self.insecure and not self.tls_cert_file and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {self.host!r} is not loopback and there is no TLS: give tls_cert_file, or pass --insecure"
+            )
 
     @property
     def names_a_source(self) -> bool:

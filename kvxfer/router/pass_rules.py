@@ -35,6 +35,11 @@ class PassRule:
     prefix: str
     pool: str
 
+    @property
+    def model(self) -> str:
+        """The one model that requests go to; empty where the pool is a role's."""
+        return "" if self.pool in ROLE_POOLS else self.pool
+
     def matches(self, path: str) -> bool:
         """Whether the rule is for a path, which is percent-decoded."""
         return path.startswith(self.prefix) if self.prefix.endswith("/") else path == self.prefix

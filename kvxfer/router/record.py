@@ -8,6 +8,7 @@ from typing import Any
 
 from kvxfer.policy.place import Placement
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
+from kvxfer.router.usage import UsageSeen
 
 log = logging.getLogger("kvxfer.router.request")
 
@@ -30,6 +31,10 @@ class RequestRecord:
     """When the first event with some of the answer went out."""
     code: str = ""
     """Of the error that the client got."""
+    key_name: str = ""
+    """Of the holder of the client's API key, never the key."""
+    usage: UsageSeen | None = None
+    """Where the answer's own account of its tokens is noted; None: it is not asked for."""
 
     def finish(
         self, outcome: RequestOutcome, status: int, answer_bytes: int, *, now_s: float, metrics: RouterMetrics
@@ -59,4 +64,6 @@ class RequestRecord:
             fields["reason"] = self.alone_for.decode() or self.placement.reason.value
         if self.code:
             fields["code"] = self.code
+        if self.key_name:
+            fields["key"] = self.key_name
         log.info("request", extra=fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvxfer.config import is_loopback
@@ -22,18 +22,25 @@ from kvxfer.router.admin import AdminAccess
 from kvxfer.router.app import build_app
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
+from kvxfer.router.cors import Cors
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.following import following
 from kvxfer.router.front import Door, Front
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.upstream import WorkerPools
 from kvxfer.rpc import member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import listening, ready_line, serving
+from kvxfer.serving.tls import ServerTls, TlsFiles
+from kvxfer.serving.watching import WatchedFiles
 
 LEGS_EACH = 2
 """Connections to workers that one request may need at once."""
+
+KEYS_POLL_S = 1.0
+"""How often it is looked whether a file of keys has changed."""
 
 Ready = Callable[[dict[str, Any]], None]
 
@@ -50,15 +57,32 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
             "coordinator, prefill and decode, engine, workers_file or kubernetes_selector must be given: they name the "
             "workers"
         )
-    keys = ApiKeys.from_file(options.api_key_file) if options.api_key_file else ApiKeys()
+    keys = ApiKeys()
     token = b""
     if options.coordinator:
         token = member_token(options.token_file)
         hide(token)
-    with listening(options.host, options.port) as listener:
+    async with contextlib.AsyncExitStack() as stack:
+        if options.api_key_file:
+            await stack.enter_async_context(followed_keys(keys, options.api_key_file, "API keys"))
+        listener = stack.enter_context(listening(options.host, options.port))
         workers = new_workers(options)
-        async with following(options, workers, token):
-            await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
+        await stack.enter_async_context(following(options, workers, token))
+        await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
+
+
+@contextlib.asynccontextmanager
+async def followed_keys(keys: ApiKeys, path: str, what: str, *, with_limits: bool = True) -> AsyncIterator[ApiKeys]:
+    """Within the block ``keys`` are those of the file, also after it has changed. Raises ConfigError for a file that is
+    wrong at the start; one that is wrong later changes nothing."""
+
+    def load() -> None:
+        keys.load(path, with_limits=with_limits)
+
+    watched = WatchedFiles([path], load, what=what, poll_s=KEYS_POLL_S)
+    load()
+    async with watched:
+        yield keys
 
 
 def new_workers(options: RouterOptions) -> Workers:
@@ -71,7 +95,15 @@ def new_workers(options: RouterOptions) -> Workers:
             slow_start_s=options.slow_start_s,
         ),
         allowed=HostList("allow_http_host", options.allow_http_host),
+        make_pool=WorkerPools(options.worker_ca_file, options.worker_cert_file, options.worker_key_file),
     )
+
+
+def server_tls(options: RouterOptions) -> ServerTls | None:
+    """What clients' connections speak; None without TLS. Raises ConfigError for files that are wrong."""
+    if not options.tls_cert_file:
+        return None
+    return ServerTls(TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file))
 
 
 async def serve_workers(
@@ -88,21 +120,33 @@ async def serve_workers(
     door = Door(AdmitOptions(options.max_inflight))
     core = RouterCore(options, workers, RouterMetrics(workers))
     bodies = Bodies(options)
-    front = Front(core, keys, door)
-    admin_keys = ApiKeys.from_file(options.admin_key_file) if options.admin_key_file else ApiKeys()
-    app = build_app(core, keys, door, front, AdminAccess(admin_keys, is_loopback(options.host)), bodies)
+    cors = Cors(options.cors_origin, allows_credentials=options.cors_credentials) if options.cors_origin else None
+    front = Front(core, keys, door, cors)
+    admin_keys = ApiKeys()
+    admin = AdminAccess(admin_keys, is_loopback(options.host))
+    app = build_app(core, keys, door, front, admin, bodies, cors)
     try:
-        async with serving(
-            app,
-            listener,
-            options,
-            bodies,
-            connections_max=sockets.connections,
-            name="kvxfer router http",
-            find_handler=front.find,
-        ) as http:
+        async with contextlib.AsyncExitStack() as stack:
+            if options.admin_key_file:
+                path = options.admin_key_file
+                await stack.enter_async_context(followed_keys(admin_keys, path, "admin keys", with_limits=False))
+            tls = server_tls(options)
+            if tls is not None:
+                await stack.enter_async_context(tls.watched)
+            http = await stack.enter_async_context(
+                serving(
+                    app,
+                    listener,
+                    options,
+                    bodies,
+                    connections_max=sockets.connections,
+                    name="kvxfer router http",
+                    find_handler=front.find,
+                    tls=tls,
+                )
+            )
             try:
-                on_ready(ready_line("router", options.host, listener))
+                on_ready(ready_line("router", options.host, listener, scheme="http" if tls is None else "https"))
                 await http.wait_ended(stop.wait())
                 await door.drain(options.shutdown_grace_s)
             finally:

@@ -2,8 +2,10 @@
 
 Where there is no room, an open connection is given up for the next one (``connections``). Where every connection is
 being served, new ones wait in the kernel's queue. asyncio's own servers accept all waiting connections at once, log a
-line for each one when descriptors run out, and try again each second. Decides when to accept; it must never know what a
-connection says.
+line for each one when descriptors run out, and try again each second.
+
+A connection that has not finished its TLS handshake has no phase yet. It counts against the maximum; one that takes
+long is ended where a new one waits. Decides when to accept; it must never know what a connection says.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Callable
 
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.serving.connections import Connections
+from kvxfer.serving.tls import ServerTls
+from kvxfer.serving.transport import WRITE_STALL_S
 
 log = logging.getLogger("kvxfer.serving")
 
@@ -24,6 +28,10 @@ ACCEPTED_AT_ONCE = 64
 RETRY_S = 0.25
 """How long accepting rests where the process, or the system, has no descriptors or no memory."""
 COMPLAIN_S = 30.0
+HANDSHAKES_MAX = 512
+"""Unfinished TLS handshakes at a time; each costs about 60 KB."""
+HANDSHAKE_FAIR_S = 2.0
+"""A handshake that takes longer may be ended for a new connection."""
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -31,13 +39,24 @@ class Acceptor:
     """Accepts from ``listener``, which stays the caller's, between :meth:`start` and :meth:`stop`."""
 
     def __init__(
-        self, listener: socket.socket, connections: Connections, new_protocol: Callable[[], asyncio.Protocol]
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        new_protocol: Callable[[], asyncio.Protocol],
+        *,
+        tls: ServerTls | None = None,
+        handshake_timeout_s: float = 10.0,
     ) -> None:
         self._listener = listener
         self._connections = connections
         self._new_protocol = new_protocol
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._opening: dict[asyncio.Task[None], float] = {}
+        """When each was accepted, oldest first. Without TLS they open within a turn of the loop."""
+        self._fair: asyncio.TimerHandle | None = None
+        """Rings when the oldest handshake has had its time."""
         self._retry: asyncio.TimerHandle | None = None
         self._is_started = False
         self._is_reading = False
@@ -58,9 +77,13 @@ class Acceptor:
         self._is_started = False
         self._connections.on_room = lambda: None
         self._pause()
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+        for timer in (self._retry, self._fair):
+            if timer is not None:
+                timer.cancel()
+        self._retry = self._fair = None
+        if self._tls is not None:
+            for task in self._opening:
+                task.cancel()
 
     def _resume(self) -> None:
         if self._is_started and not self._is_reading and self._retry is None:
@@ -76,7 +99,7 @@ class Acceptor:
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._has_room():
                 self._pause()  # _make_room, or the connections' on_room, goes on
-                if not self._opening:
+                if not self._opening or self._tls is not None:
                     self._loop.call_soon(self._make_room)
                 return
             try:
@@ -92,30 +115,54 @@ class Acceptor:
                 return
             accepted.setblocking(False)
             task = self._loop.create_task(self._open(accepted))
-            self._opening.add(task)
+            self._opening[task] = self._loop.time()
             task.add_done_callback(self._opened)
 
     def _has_room(self) -> bool:
-        return self._connections.kept + len(self._opening) < self._connections.maximum
+        opening = len(self._opening)
+        return self._connections.kept + opening < self._connections.maximum and not self._is_full_of_handshakes()
+
+    def _is_full_of_handshakes(self) -> bool:
+        return self._tls is not None and len(self._opening) >= HANDSHAKES_MAX
 
     def _make_room(self) -> None:
         """Give up a connection for the next one. It runs in the turn of the loop after the one that found no room. In
         that turn the loop may not have read all readable sockets yet, so a connection whose request has arrived could
         still look idle.
         """
-        if not self._is_started or self._is_reading or self._opening:
+        if not self._is_started or self._is_reading or (self._opening and self._tls is None):
             return
-        if not self._has_room() and not self._connections.make_room():
-            self._full.say(self._connections.maximum)
+        if not self._has_room():
+            is_made = not self._is_full_of_handshakes() and self._connections.make_room()
+            if not is_made and not self._end_handshake():
+                self._full.say(self._connections.maximum)
         if self._has_room():
             self._resume()
+
+    def _end_handshake(self) -> bool:
+        """End the oldest handshake, now or when it has had its time; False where there is none. There is room once it
+        has ended."""
+        for task, begun_s in self._opening.items():
+            if task.cancelling():
+                continue
+            left_s = begun_s + HANDSHAKE_FAIR_S - self._loop.time()
+            if left_s <= 0:
+                task.cancel()
+            elif self._fair is None:
+                self._fair = self._loop.call_later(left_s, self._is_fair)
+            return True
+        return bool(self._opening)
+
+    def _is_fair(self) -> None:
+        self._fair = None
+        self._make_room()
 
     def _accept_later(self) -> None:
         """Descriptors ran out before the maximum of connections was open: give one up, and accept again after
         RETRY_S."""
         self._pause()
-        if not self._connections.hurry():
-            self._connections.make_room()
+        if not self._connections.hurry() and not self._connections.make_room():
+            self._end_handshake()
         self._retry = self._loop.call_later(RETRY_S, self._accept_again)
 
     def _accept_again(self) -> None:
@@ -124,14 +171,23 @@ class Acceptor:
 
     async def _open(self, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._new_protocol, accepted)
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._new_protocol, accepted)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._new_protocol,
+                    accepted,
+                    ssl=self._tls.context,
+                    ssl_handshake_timeout=self._handshake_timeout_s,
+                    ssl_shutdown_timeout=WRITE_STALL_S,
+                )
         except OSError as error:
             accepted.close()
             log.debug("a connection was lost while it was opened: %s", error)
 
     def _opened(self, task: asyncio.Task[None]) -> None:
-        self._opening.discard(task)
+        self._opening.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a connection could not be opened", exc_info=error)
-        if not self._opening:
+        if not self._opening or self._tls is not None:
             self._resume()

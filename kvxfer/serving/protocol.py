@@ -97,6 +97,7 @@ class Connection(asyncio.Protocol):
         self.client_name = ""
         self._client: tuple[str, int] | None = None
         self._server: tuple[str, int | None] | None = None
+        self._scheme = "http"
 
     # What the loop tells.
 
@@ -111,6 +112,8 @@ class Connection(asyncio.Protocol):
             self.client_name = "{}:{}".format(*self._client)
         if isinstance(own, tuple):
             self._server = (str(own[0]), int(own[1]))
+        if transport.get_extra_info("ssl_object") is not None:
+            self._scheme = "https"
         self._context.state.connections.add(self)  # type: ignore[arg-type]
         self._note_phase()
 
@@ -306,7 +309,7 @@ class Connection(asyncio.Protocol):
             "http_version": request.version,
             "server": self._server,
             "client": self._client,
-            "scheme": "http",
+            "scheme": self._scheme,
             "method": request.method,
             "root_path": "",
             "path": request.path,

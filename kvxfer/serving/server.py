@@ -21,6 +21,7 @@ from kvxfer.serving.connections import Connections
 from kvxfer.serving.exchange import FindHandler
 from kvxfer.serving.limits import ServingLimits
 from kvxfer.serving.protocol import Connection, ConnectionContext
+from kvxfer.serving.tls import ServerTls
 
 BACKLOG = 2048
 """Connections that wait in the kernel while none is accepted."""
@@ -55,10 +56,11 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def ready_line(role: str, host: str, listener: socket.socket, **more: Any) -> dict[str, Any]:
+def ready_line(role: str, host: str, listener: socket.socket, *, scheme: str = "http", **more: Any) -> dict[str, Any]:
     """What a server says when it listens on ``host``; ``more`` is added, or stands instead."""
     address = f"{in_url(host)}:{listener.getsockname()[1]}"
-    line = {"event": "ready", "role": role, "address": address, "http_url": f"http://{address}", "pid": os.getpid()}
+    url = f"{scheme}://{address}"
+    line = {"event": "ready", "role": role, "address": address, "http_url": url, "pid": os.getpid()}
     return line | more
 
 
@@ -89,9 +91,10 @@ async def serving(
     connections_max: int,
     name: str,
     find_handler: FindHandler | None = None,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve ``app`` on ``listener`` within the block; ``name`` is the task's. A request for which ``find_handler``
-    gives a handler goes to that instead.
+    gives a handler goes to that instead. ``tls``: every connection speaks it.
 
     At the end of the block the server accepts no more connections and refuses unfinished ``bodies``; answers under way
     get STOP_GRACE_S. Raises the error that ended the server.
@@ -120,7 +123,9 @@ async def serving(
         keepalive_s=KEEPALIVE_S,
         find_handler=find_handler,
     )
-    acceptor = Acceptor(listener, connections, lambda: Connection(context))
+    acceptor = Acceptor(
+        listener, connections, lambda: Connection(context), tls=tls, handshake_timeout_s=limits.header_timeout_s
+    )
     running = asyncio.create_task(server.serve(sockets=[]), name=name)
     http = HttpServer(running, connections)
     try:

@@ -68,7 +68,8 @@ class LingeringTransport:
             self._idle = self._loop.call_later(READ_ON_IDLE_S, self._give_up_if_written)
             self._inner.resume_reading()
             try:
-                self._inner.write_eof()
+                if self._inner.can_write_eof():  # TLS has no half-closed connection: its client goes by the length
+                    self._inner.write_eof()
             except (OSError, RuntimeError):  # the client has reset it
                 self._inner.abort()
         else:

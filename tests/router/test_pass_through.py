@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kvxfer.policy.keylimits import KeyLimits
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.keyfile import KeyEntry, digest_of
 from kvxfer.types import Role
 from tests.support.fake_workers import Cut, FakeWorker, Received, eventually, free_port, router_over
 
@@ -303,3 +305,25 @@ async def test_other_paths_stay_unknown_and_own_routes_stay_the_routers() -> Non
         assert len(d.asked) == 1
         bad = await router.client.post("/v1/chat/completions", content=b"{}")
         assert json.loads(bad.content)["error"]["param"] == "messages"
+
+
+async def test_a_key_for_some_models_passes_through_to_those_only() -> None:
+    keys = ApiKeys()
+    keys.replace([KeyEntry("team", (digest_of(b"secret"),), KeyLimits(), frozenset({"tiny"}))])
+    key = {"authorization": "Bearer secret"}
+    async with router_over(Echo("d0"), keys=keys, pass_through=(AUDIO, "/v1/tiny/=tiny")) as router:
+        assert (await router.client.get("/v1/tiny/x", headers=key)).status_code == 200
+        refused = await router.client.get("/v1/audio/x", headers=key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+async def test_a_body_that_passes_through_costs_its_key_about_its_tokens() -> None:
+    keys = ApiKeys()
+    keys.replace([KeyEntry("team", (digest_of(b"secret"),), KeyLimits(tokens_per_minute=1000.0), None)])
+    key = {"authorization": "Bearer secret"}
+    async with router_over(Echo("d0"), keys=keys, pass_through=(AUDIO,)) as router:
+        statuses = [
+            (await router.client.post("/v1/audio/x", content=bytes(2000), headers=key)).status_code for _ in range(3)
+        ]
+        assert statuses == [200, 200, 429]
+        assert await router.metric('kvxfer_router_key_tokens_total{key="team"}') == 1000

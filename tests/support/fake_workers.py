@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve_workers
+from kvxfer.router.upstream import WorkerPools
 from kvxfer.serving.server import listening
 from kvxfer.types import (
     AgentRef,
@@ -32,6 +34,7 @@ from kvxfer.types import (
     Role,
     WorkerInfo,
 )
+from tests.support.certificates import Identity
 
 MODEL = "tiny"
 _numbers = itertools.count(1)
@@ -106,11 +109,15 @@ class FakeWorker:
         self.arrived = asyncio.Event()
         self.port = 1  # without a listener until it runs
         self.quit: Callable[[], None] = lambda: None
+        self.identity: Identity | None = None
+        """It speaks TLS with this certificate."""
+        self.client_ca: str = ""
+        """A file; the router must show a certificate that it signed."""
         self.incarnation = Incarnation(next(_numbers), bytes(16))
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.identity is None else 'https'}://127.0.0.1:{self.port}"
 
     def has_prefilled(self, transfer_id: str) -> bool:
         legs = (leg for leg in self.received if leg.params and leg.params["transfer_id"] == transfer_id)
@@ -132,11 +139,14 @@ class FakeWorker:
     async def running(self) -> AsyncIterator[FakeWorker]:
         with listening("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
-            server = Quiet(
-                uvicorn.Config(
-                    self, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-                )
+            config = uvicorn.Config(
+                self, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
             )
+            if self.identity is not None:
+                config.ssl_certfile, config.ssl_keyfile = self.identity.cert, self.identity.key
+            if self.client_ca:
+                config.ssl_ca_certs, config.ssl_cert_reqs = self.client_ca, ssl.CERT_REQUIRED
+            server = Quiet(config)
             task = asyncio.create_task(server.serve(sockets=[listener]))
             self.quit = lambda: vars(server).update(should_exit=True, force_exit=True)
             try:
@@ -319,9 +329,15 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def router_over(*fakes: FakeWorker, keys: ApiKeys | None = None, **options: Any) -> AsyncIterator[Running]:
-    """Start the fakes and a router that knows them; everything is stopped at the end."""
-    workers = Workers()
+async def router_over(
+    *fakes: FakeWorker, keys: ApiKeys | None = None, verify: ssl.SSLContext | bool = True, **options: Any
+) -> AsyncIterator[Running]:
+    """Start the fakes and a router that knows them; everything is stopped at the end. ``verify`` is the client's."""
+    # A machine that stops this process for a while is no worker out of reach.
+    settings = RouterOptions(**{"shutdown_grace_s": 0.2, "connect_timeout_s": 30.0, **options})
+    workers = Workers(
+        make_pool=WorkerPools(settings.worker_ca_file, settings.worker_cert_file, settings.worker_key_file)
+    )
     workers.is_connected = True
     stop = asyncio.Event()
     ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -330,13 +346,13 @@ async def router_over(*fakes: FakeWorker, keys: ApiKeys | None = None, **options
             fake.peers = fakes
             await stack.enter_async_context(fake.running())
         listener = stack.enter_context(listening("127.0.0.1", 0))
-        # A machine that stops this process for a while is no worker out of reach.
-        settings = RouterOptions(**{"shutdown_grace_s": 0.2, "connect_timeout_s": 30.0, **options})
         task = asyncio.create_task(
             serve_workers(settings, workers, keys or ApiKeys(), listener, on_ready=ready.set_result, stop=stop)
         )
         url = (await ready)["http_url"]
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0, verify=verify)
+        )
         running = Running(url, client, workers, list(fakes), stop, task)
         running.publish(*fakes)
         try:

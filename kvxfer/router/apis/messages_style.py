@@ -73,7 +73,11 @@ class MessagesStyle:
     def error_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """Anthropic's object. The members of OpenAI's that it lacks stay: ``code`` and ``retryable`` are stable."""
         error = body["error"]
-        kind = "overloaded_error" if error["code"] == OverloadedError.code else _KINDS.get(error["type"], "api_error")
+        kind = _KINDS.get(error["type"], "api_error")
+        if error["code"] == OverloadedError.code:
+            kind = "overloaded_error"
+        elif error["code"] == "rate_limit_exceeded":
+            kind = "rate_limit_error"
         return {"type": "error", "error": {**error, "type": kind}}
 
 

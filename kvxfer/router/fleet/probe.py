@@ -26,7 +26,7 @@ from kvxfer.router.fleet.kinds import failure_kind
 from kvxfer.router.fleet.pools import EnginePools
 from kvxfer.router.fleet.worker import EngineDialect
 from kvxfer.router.fleet.workers import Workers
-from kvxfer.router.upstream import UpstreamDeadlines, UpstreamError, UpstreamLimits, UpstreamPool
+from kvxfer.router.upstream import UpstreamDeadlines, UpstreamError, UpstreamLimits
 
 log = logging.getLogger("kvxfer.router")
 
@@ -107,7 +107,7 @@ class Prober:
             whole_s=4 * timeout_s,
         )
         limits = UpstreamLimits(connections_max=2, waiting_max=64)
-        self._pools = EnginePools(lambda url: UpstreamPool(url, limits))
+        self._pools = EnginePools(lambda url: workers.make_pool(url, limits))
         self._plans: dict[WorkerEntry, _Plan] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._is_due = asyncio.Event()

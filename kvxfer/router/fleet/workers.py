@@ -52,7 +52,7 @@ class Workers:
         health: HealthOptions | None = None,
         pairs: PairOptions | None = None,
         allowed: HostList | None = None,
-        make_pool: Callable[[str], UpstreamPool] = UpstreamPool,
+        make_pool: Callable[..., UpstreamPool] = UpstreamPool,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -70,6 +70,8 @@ class Workers:
         self._models: tuple[str, ...] | None = None
         self._drained: set[str] = set()
         self._pairs = PairTable(pairs)
+        self.make_pool = make_pool
+        """Also for what else asks engines: (address, limits), or the address alone."""
         self._pools = EnginePools(make_pool)
         self._counted = CountedRequests()
         self._counted_pairs = CountedRequests()

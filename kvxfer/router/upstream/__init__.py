@@ -11,7 +11,7 @@
 The room decides how bytes reach one engine and come back. It must never know dialects, workers, retries, or the
 client's HTTP server; it imports no other room of the router. Files, lowest first: ``limits``, ``errors``, ``head``
 (a request's head), ``parser`` (an answer from bytes, pure), ``response`` (the consumer's end), ``connection``,
-``pool``.
+``pool``, ``tls``.
 """
 
 from kvxfer.router.upstream.errors import (
@@ -29,6 +29,7 @@ from kvxfer.router.upstream.errors import (
 from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
 from kvxfer.router.upstream.pool import UpstreamPool
 from kvxfer.router.upstream.response import UpstreamResponse
+from kvxfer.router.upstream.tls import WorkerPools
 
 __all__ = [
     "UpstreamAbortedError",
@@ -47,4 +48,5 @@ __all__ = [
     "UpstreamTimeoutError",
     "UpstreamTooLargeError",
     "UpstreamUnprocessedError",
+    "WorkerPools",
 ]

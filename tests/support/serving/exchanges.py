@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvxfer.serving.connections import ConnectionPhase
 from kvxfer.serving.exchange import ClientExchange, ExchangeHandler
 from kvxfer.serving.limits import ServingLimits
 from kvxfer.serving.server import HttpServer, listening, serving
+from kvxfer.serving.tls import ServerTls
 from tests.support.serving.servers import eventually, hang_up
 
 KINDS = ("direct", "asgi")
@@ -59,9 +61,11 @@ class ExchangeServer:
     ended: int = 0
     """Handlers that are over."""
     writers: list[asyncio.StreamWriter] = dataclasses.field(default_factory=list)
+    client_context: ssl.SSLContext | None = None
+    """Of connections that speak TLS."""
 
     async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.client_context)
         self.writers.append(writer)
         writer.write(data)
         return reader, writer
@@ -78,7 +82,15 @@ class ExchangeServer:
 
 
 @contextlib.asynccontextmanager
-async def exchanging(kind: str, handler: ExchangeHandler, **limits: Any) -> AsyncIterator[ExchangeServer]:
+async def exchanging(
+    kind: str,
+    handler: ExchangeHandler,
+    *,
+    tls: ServerTls | None = None,
+    client_context: ssl.SSLContext | None = None,
+    connections_max: int = 100,
+    **limits: Any,
+) -> AsyncIterator[ExchangeServer]:
     """A server of which ``handler`` serves each request, but those for ``/asgi``."""
     settings = ServingLimits(**{"max_body_bytes": 1000, **limits})
     bodies = Bodies(settings)
@@ -101,9 +113,16 @@ async def exchanging(kind: str, handler: ExchangeHandler, **limits: Any) -> Asyn
 
     with listening("127.0.0.1", 0) as listener:
         async with serving(
-            app, listener, settings, bodies, connections_max=100, name="test exchange", find_handler=find
+            app,
+            listener,
+            settings,
+            bodies,
+            connections_max=connections_max,
+            name="test exchange",
+            find_handler=find,
+            tls=tls,
         ) as http:
-            server = ExchangeServer(listener.getsockname()[1], http, bodies)
+            server = ExchangeServer(listener.getsockname()[1], http, bodies, client_context=client_context)
             try:
                 yield server
             finally:

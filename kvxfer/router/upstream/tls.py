@@ -1,0 +1,47 @@
+"""How the router speaks TLS to engines: which certificates it believes, and which one it shows.
+
+Decides nothing about a connection; it must never know which engine is reached.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from kvxfer.errors import ConfigError
+from kvxfer.router.upstream.limits import UpstreamLimits
+from kvxfer.router.upstream.pool import UpstreamPool
+from kvxfer.serving.tls import load_authorities, load_identity
+
+
+def worker_context(ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:
+    """Names are checked. Empty ``ca_file``: the system's CAs; empty ``cert_file``: no certificate of ours. Raises
+    ConfigError that names the setting and the file."""
+    try:
+        context = ssl.create_default_context()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the system's CAs cannot be read: {error}") from None
+    if ca_file:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_authorities(context, "worker_ca_file", ca_file)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if cert_file:
+        load_identity(context, "worker_cert_file", cert_file, key_file)
+    return context
+
+
+class WorkerPools:
+    """Makes the pool of an address, as ``UpstreamPool`` itself does, with one context for all https:// addresses."""
+
+    def __init__(self, ca_file: str = "", cert_file: str = "", key_file: str = "") -> None:
+        self._files = (ca_file, cert_file, key_file)
+        self._context = worker_context(*self._files) if any(self._files) else None
+
+    def __call__(self, url: str, limits: UpstreamLimits | None = None) -> UpstreamPool:
+        return UpstreamPool(url, limits or UpstreamLimits(), tls=self._tls(url))
+
+    def _tls(self, url: str) -> ssl.SSLContext | None:
+        if not url.startswith("https://"):
+            return None
+        if self._context is None:
+            self._context = worker_context(*self._files)
+        return self._context

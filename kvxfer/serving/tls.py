@@ -1,0 +1,79 @@
+"""TLS of a server of ours: a context from files, and another one when they change.
+
+Decides what a connection must speak: TLS 1.2 at least, HTTP/1.1 within. It must never know what is served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ssl
+
+from kvxfer.errors import ConfigError
+from kvxfer.serving.watching import POLL_S, WatchedFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """PEM files. An empty ``key_file``: the certificate's file has the key. Empty ``client_ca_file``: clients need no
+    certificate."""
+
+    cert_file: str
+    key_file: str = ""
+    client_ca_file: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.cert_file, self.key_file, self.client_ca_file) if path)
+
+    def context(self) -> ssl.SSLContext:
+        """A new context. Raises ConfigError that names the file that is wrong."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+        context.set_alpn_protocols(["http/1.1"])
+        load_identity(context, "tls_cert_file", self.cert_file, self.key_file)
+        if self.client_ca_file:
+            load_authorities(context, "tls_client_ca_file", self.client_ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+class ServerTls:
+    """The context for new connections; connections that are open keep theirs. Raises ConfigError for bad files."""
+
+    def __init__(self, files: TlsFiles, *, poll_s: float = POLL_S) -> None:
+        self._files = files
+        self.watched = WatchedFiles(files.paths, self.load, what="certificates", poll_s=poll_s)
+        """An async context manager: within it changed files are read again."""
+        self.context = files.context()
+
+    def load(self) -> None:
+        """Read the files again. Raises ConfigError, and then the context stays."""
+        self.context = self._files.context()
+
+
+def load_identity(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
+    """Present a certificate. Raises ConfigError that names the setting and the files."""
+
+    def no_password() -> str:
+        raise ConfigError(f"{setting}: the key of {key_file or cert_file} has a password, and none can be given")
+
+    try:
+        context.load_cert_chain(cert_file, key_file or None, password=no_password)
+    except (OSError, ValueError) as error:
+        files = " and ".join(dict.fromkeys(path for path in (cert_file, key_file) if path))
+        raise ConfigError(f"{setting}: cannot use {files}: {_reason(error)}") from None
+
+
+def load_authorities(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
+    """Believe the certificates that these sign. Raises ConfigError that names the setting and the file."""
+    try:
+        context.load_verify_locations(ca_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot use {ca_file}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
