@@ -37,6 +37,7 @@ class RequestRecord:
         """Count the request, and write its line."""
         seconds = now_s - self.arrived_s
         metrics.ended(self.route, outcome, seconds)
+        metrics.carried(self.route, self.prompt_bytes, answer_bytes)
         if not log.isEnabledFor(logging.INFO):
             return
         fields: dict[str, Any] = {
