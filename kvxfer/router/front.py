@@ -120,12 +120,13 @@ class Front:
             authorization = exchange.header(b"authorization")
             self._keys.check(None if authorization is None else authorization.decode("latin-1"))
             self._door.check_open()
+            trace = self._begin_trace(exchange, record)
             body = await exchange.read_body()
             self._door.enter()  # before the body is looked at
             is_inside = True
             record.prompt_bytes = len(body)
-            inbound = await self._inbound(api, body, exchange, record)
-            record.is_stream = inbound.stream
+            inbound = await self._inbound(api, body, exchange, record, trace)
+            record.looked_at(inbound)
             outcome = await self._dispatcher.serve(inbound, answer, record)
         except ClientGoneError:
             pass
@@ -146,16 +147,39 @@ class Front:
         finally:
             if is_inside:
                 self._door.leave()
-            record.finish(outcome, answer.status, answer.bytes_written, now_s=core.now(), metrics=core.metrics)
+            record.finish(
+                outcome,
+                answer.status,
+                answer.bytes_written,
+                now_s=core.now(),
+                metrics=core.metrics,
+                tracer=core.tracer,
+            )
 
-    async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:
+    def _begin_trace(self, exchange: ClientExchange, record: RequestRecord) -> str | None:
+        """The router's own ``traceparent``, where it traces."""
+        tracer = self._core.tracer
+        if tracer is None:
+            return None
+        begun = tracer.begin(exchange.header(b"traceparent"), record.arrived_s)
+        record.trace_id = begun.trace_id
+        if not begun.is_sampled:
+            return begun.traceparent(begun.parent_id)
+        record.trace = begun
+        return begun.traceparent()
+
+    async def _inbound(
+        self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord, trace: str | None
+    ) -> Inbound:
         """Raises RequestError for a body that is no request."""
         leg_headers = headers.leg_header_pairs(
             exchange.headers,
             request_id=record.request_id,
             forwards_authorization=self._core.options.forward_authorization,
             passed=self._core.passed_headers,
+            trace=trace,
         )
+        record.trace_id = headers.trace_id_in(leg_headers)
 
         def read() -> Inbound:
             return Inbound.read(

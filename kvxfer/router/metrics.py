@@ -137,6 +137,9 @@ class RouterMetrics:
         self.answer_bytes = Counter(
             "kvxfer_router_answer_bytes", "Bytes of answers that were sent to clients", ("route",), registry=registry
         )
+        self.traces = Counter(
+            "kvxfer_router_traces", "Requests whose spans were to be exported", ("result",), registry=registry
+        )
         self.placements = Counter("kvxfer_router_placements", "Pairs chosen, by reason", ("reason",), registry=registry)
         self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=registry)
         self.retries_refused = Counter(
@@ -176,6 +179,10 @@ class RouterMetrics:
         if request_bytes:
             self._request_bytes(route).observe(request_bytes)
         self._answer_bytes(route).inc(answer_bytes)
+
+    def traced(self, result: str, count: int) -> None:
+        """What became of the spans of some requests. From any thread."""
+        self.traces.labels(result).inc(count)
 
     def first_byte(self, prefill: str, seconds: float) -> None:
         """The first event with some of the answer went out."""
