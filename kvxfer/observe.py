@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -48,19 +49,34 @@ def redact(text: str) -> str:
     """``text`` without hidden values and bearer tokens."""
     for value in _hidden_values:
         text = text.replace(value, HIDDEN)
+    if "bearer" not in text.lower():  # far cheaper than the expression, which finds nothing then
+        return text
     return _BEARER.sub(rf"\g<1>{HIDDEN}", text)
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_secret(name: str) -> bool:
+    return _SECRET_FIELD.search(name) is not None
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    found = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
-    return {name: HIDDEN if _SECRET_FIELD.search(name) else value for name, value in found.items()}
+    return {
+        name: HIDDEN if _is_secret(name) else value
+        for name, value in vars(record).items()
+        if name not in _STANDARD_FIELDS
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _clock(unix_s: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 class TextFormatter(logging.Formatter):
     """``12:30:01.250 WARNING router: worker lost agent_id=decode-0``; a traceback follows on its own lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        clock = _clock(int(record.created))
         name = record.name.removeprefix("kvxfer.")
         fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
         text = f"{clock}.{int(record.msecs):03d} {record.levelname} {name}: {record.getMessage()}{fields}"
@@ -82,14 +98,18 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return redact(json.dumps(entry, default=str))
+        return redact(_encode(entry))
 
 
+_encode = json.JSONEncoder(default=str).encode
 _QUOTED = re.compile(r'[ "=\n]')
+_NEVER_QUOTED = (int, float, bool, type(None))
 
 
 def _plain(value: object) -> str:
     text = str(value)
+    if type(value) in _NEVER_QUOTED:
+        return text
     return json.dumps(text) if not text or _QUOTED.search(text) is not None else text
 
 

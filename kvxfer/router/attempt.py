@@ -40,6 +40,7 @@ from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.stream_relay import StreamRelay
 from kvxfer.router.tasks import cancel_all, finish
+from kvxfer.router.tracing import AttemptTrace
 from kvxfer.router.usage import MARKS as USAGE_MARKS
 from kvxfer.types import TransferId
 
@@ -91,6 +92,13 @@ class Attempt:
             room=secrets.randbits(63),
             timeout_s=timeout_s,
         )
+        self._for_prefill = self._for_decode = inbound
+        """The request as each leg carries it: in a trace, each names a span of its own."""
+        self._trace: AttemptTrace | None = None
+        if record.trace is not None:
+            self._trace = trace = record.trace.attempt(self._pair, self._dialect.name, placement.reason.value)
+            self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
+            self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
         self.handover = handover
         self._was_handed_over = handover is not None
         self._is_decode_reached = False
@@ -132,6 +140,8 @@ class Attempt:
                 self._timer.cancel()
             for unwatch in self._unwatch:
                 unwatch()
+            if self._trace is not None:
+                self._trace.end(self._core.now(), self._prefilled(), self._merger.own, self._merger.usage)
             if self._prefill_task is not None and not self._prefill_task.done():
                 await finish(cancel_all({self._prefill_task}))
 
@@ -150,7 +160,7 @@ class Attempt:
         """Give P's blocks back where its prefill is done and no decode worker was told of it: in the background."""
         if self.handover is None or self._is_decode_reached:
             return
-        leg = self._dialect.forgo_leg(self._inbound, self._pair, self.handover)
+        leg = self._dialect.forgo_leg(self._for_decode, self._pair, self.handover)
         if leg is not None:
             forgo(self._core, self._decode, leg)
 
@@ -160,12 +170,12 @@ class Attempt:
     async def _decode_leg(self) -> Leg:
         """What D is sent, once everything that it needs is there; the prefill leg runs from now on, or is done."""
         if self._prefill is None:
-            return self._dialect.alone_leg(self._inbound, self._decode)
+            return self._dialect.alone_leg(self._for_decode, self._decode)
         self._core.workers.pair_started(self._prefill.ref, self._decode.ref)
         await self._learn_engine_name(self._prefill)
         if self._dialect.order is Order.TOGETHER:
             self._prefill_task = self._start_prefill(self._prefill)
-            return self._dialect.decode_leg(self._inbound, self._pair, None)
+            return self._dialect.decode_leg(self._for_decode, self._pair, None)
         if self.handover is None:
             try:
                 answer = await self._prefill_answer(self._prefill)
@@ -181,7 +191,7 @@ class Attempt:
                 self.failed_part = Part.PREFILL
                 raise
             self._core.workers.succeeded(self._prefill.ref, self._inbound.request_id)
-        return self._dialect.decode_leg(self._inbound, self._pair, self.handover)
+        return self._dialect.decode_leg(self._for_decode, self._pair, self.handover)
 
     async def _learn_engine_name(self, worker: Worker) -> None:
         """Learn what P's engine calls itself, where D must be told. Raises LegFailed."""
@@ -203,6 +213,8 @@ class Attempt:
         core, inbound = self._core, self._inbound
         pool = core.workers.pool(self._decode.ref)
         deadlines = core.decode_deadlines if inbound.stream else core.whole_deadlines
+        if self._trace is not None:
+            self._trace.decode_sent_s = core.now()
         async with calling(pool, leg, deadlines, Part.DECODE) as response:
             self._is_decode_reached = True
             if not inbound.stream:
@@ -293,7 +305,7 @@ class Attempt:
 
     async def _run_prefill(self, worker: Worker) -> Prefilled | Failure:
         try:
-            leg = self._dialect.prefill_leg(self._inbound, self._pair)
+            leg = self._dialect.prefill_leg(self._for_prefill, self._pair)
             answer = await self._call_prefill(worker, leg)
             ended = self._dialect.prefilled(answer)
         except LegFailed as failed:
@@ -310,15 +322,20 @@ class Attempt:
         claim = self._core.workers.claim(worker.ref, Part.PREFILL, self._inbound.request_id)
         self._watch(worker, lambda: self._prefiller_gone())
         try:
-            return await self._call_prefill(worker, self._dialect.prefill_leg(self._inbound, self._pair))
+            return await self._call_prefill(worker, self._dialect.prefill_leg(self._for_prefill, self._pair))
         finally:
             claim.release()
 
     async def _call_prefill(self, worker: Worker, leg: Leg) -> bytes:
         pool = self._core.workers.pool(worker.ref)
-        deadlines = self._core.whole_deadlines
+        deadlines, trace = self._core.whole_deadlines, self._trace
+        if trace is not None:
+            trace.prefill_sent_s = self._core.now()
         async with calling(pool, leg, deadlines, Part.PREFILL) as response:
-            return await read(response, self._core.options.max_answer_bytes, Part.PREFILL)
+            answer = await read(response, self._core.options.max_answer_bytes, Part.PREFILL)
+        if trace is not None:
+            trace.prefill_ended_s = self._core.now()
+        return answer
 
     def _prefiller_gone(self) -> None:
         if self.handover is None and self._prefill is not None:
@@ -360,6 +377,8 @@ class Attempt:
 
     def _note(self, part: Part, worker: Worker, ended: Failure) -> None:
         self._core.metrics.leg_failed(part.value, ended.kind.value)
+        if self._trace is not None:
+            self._trace.failed(part, ended, self._core.now())
         log.log(
             logging.INFO if ended.is_final or ended.is_of_size else logging.WARNING,
             "leg failed",

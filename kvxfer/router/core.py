@@ -18,6 +18,7 @@ from kvxfer.router.headers import check_passed
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all
+from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import UpstreamDeadlines
 
 RECOMPUTES_MAX = 4096
@@ -33,11 +34,14 @@ class RouterCore:
         workers: Workers,
         metrics: RouterMetrics,
         *,
+        tracer: Tracer | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.workers = workers
         self.metrics = metrics
+        self.tracer = tracer
+        """None where no spans are exported."""
         self.now = now
         self.retries = Budget(share=options.retry_share, floor_per_s=options.retry_floor_per_s)
         """Of all requests: each earns ``retry_share`` of a retry."""

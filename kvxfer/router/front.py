@@ -124,7 +124,7 @@ class Front:
                 keyed: KeyedRequest, body: bytes, answer: ClientAnswer, record: RequestRecord
             ) -> RequestOutcome:
                 inbound = await self._inbound(api, body, exchange, record)
-                record.is_stream = inbound.stream
+                record.looked_at(inbound)
                 inbound = keyed.admit(inbound, self._core.workers.models())
                 return await self._dispatcher.serve(inbound, answer, record)
 
@@ -161,6 +161,7 @@ class Front:
                 record.key_name, record.usage = keyed.name, keyed.usage
                 core.metrics.key_began(keyed.name)
             self._door.check_open()
+            self._begin_trace(exchange, record)
             body = await exchange.read_body()
             self._door.enter()  # before the body is looked at
             is_inside = True
@@ -192,7 +193,26 @@ class Front:
             tokens = keyed.end(record, status=answer.status, answer_bytes=answer.bytes_written)
             if keyed.name:
                 core.metrics.key_ended(keyed.name, outcome, tokens)
-            record.finish(outcome, answer.status, answer.bytes_written, now_s=core.now(), metrics=core.metrics)
+            record.finish(
+                outcome,
+                answer.status,
+                answer.bytes_written,
+                now_s=core.now(),
+                metrics=core.metrics,
+                tracer=core.tracer,
+            )
+
+    def _begin_trace(self, exchange: ClientExchange, record: RequestRecord) -> None:
+        tracer = self._core.tracer
+        if tracer is None:
+            return
+        begun = tracer.begin(exchange.header(b"traceparent"), record.arrived_s)
+        record.trace_id = begun.trace_id
+        if begun.is_sampled:
+            record.trace = begun
+            record.traceparent = begun.traceparent()
+        else:
+            record.traceparent = begun.traceparent(begun.parent_id)
 
     async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:
         """Raises RequestError for a body that is no request."""
@@ -201,7 +221,9 @@ class Front:
             request_id=record.request_id,
             forwards_authorization=self._core.options.forward_authorization,
             passed=self._core.passed_headers,
+            trace=record.traceparent,
         )
+        record.trace_id = headers.trace_id_in(leg_headers)
 
         def read() -> Inbound:
             return Inbound.read(

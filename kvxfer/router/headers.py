@@ -37,9 +37,12 @@ def request_id(received: str | None) -> str:
     return f"req-{secrets.token_hex(16)}"
 
 
-def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_authorization: bool) -> dict[str, str]:
+def leg_headers(
+    received: Mapping[str, str], *, request_id: str, forwards_authorization: bool, trace: str | None = None
+) -> dict[str, str]:
     """Headers that both legs get: the same request id and trace; the client's credentials only where asked to. No other
-    header of the client goes to a worker, and none of a worker's to the client.
+    header of the client goes to a worker, and none of a worker's to the client. ``trace`` is the router's own
+    ``traceparent``, where it traces; it belongs to the client's trace, if that is valid.
     """
     headers = {
         "content-type": "application/json",
@@ -49,12 +52,12 @@ def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_author
     }
     traceparent = received.get("traceparent", "")
     if is_traceparent(traceparent):
-        headers["traceparent"] = traceparent
+        headers["traceparent"] = trace or traceparent
         tracestate = received.get("tracestate", "")
         if 0 < len(tracestate) <= _TRACESTATE_CHARS_MAX and tracestate.isascii():
             headers["tracestate"] = tracestate
     else:
-        headers["traceparent"] = next_traceparent(None)
+        headers["traceparent"] = trace or next_traceparent(None)
     authorization = received.get("authorization", "")
     if forwards_authorization and authorization.isascii() and 0 < len(authorization) <= _AUTHORIZATION_CHARS_MAX:
         headers["authorization"] = authorization
@@ -104,6 +107,7 @@ def leg_header_pairs(
     request_id: str,
     forwards_authorization: bool,
     passed: Collection[bytes] = (),
+    trace: str | None = None,
 ) -> LegHeaders:
     """As :func:`leg_headers`, in the bytes of the wire, and with those headers of the client that ``passed``
     (``check_passed``) names. ``received`` has lower-case names; of a repeated header the first counts.
@@ -113,7 +117,7 @@ def leg_header_pairs(
         if (name in _KEPT or name in passed) and _VALUE.fullmatch(value):
             known.setdefault(name, value)
     kept = {name.decode("ascii"): value.decode("latin-1") for name, value in known.items() if name in _KEPT}
-    made = leg_headers(kept, request_id=request_id, forwards_authorization=forwards_authorization)
+    made = leg_headers(kept, request_id=request_id, forwards_authorization=forwards_authorization, trace=trace)
     pairs = [(name.encode("ascii"), value.encode("latin-1")) for name, value in made.items()]
     left = _PASSED_BYTES_MAX
     for name, value in known.items():
@@ -139,12 +143,15 @@ def passed_header_pairs(
     request_id: str,
     forwards_authorization: bool,
     passed: Collection[bytes] = (),
+    trace: str | None = None,
 ) -> LegHeaders:
     """As :func:`leg_header_pairs`, for a request that passes through: with the client's own ``content-type`` and
     ``accept``, which the router knows nothing of.
     """
     own = tuple(received)
-    made = leg_header_pairs(own, request_id=request_id, forwards_authorization=forwards_authorization, passed=passed)
+    made = leg_header_pairs(
+        own, request_id=request_id, forwards_authorization=forwards_authorization, passed=passed, trace=trace
+    )
     pairs = [pair for pair in made if pair[0] not in (b"content-type", b"accept")]
     for wanted in (b"content-type", b"accept"):
         value = next((value for name, value in own if name == wanted), b"")
@@ -161,3 +168,8 @@ def answered_header_pairs(received: Iterable[tuple[bytes, bytes]]) -> LegHeaders
         if lower in _ANSWERED and _VALUE.fullmatch(value):
             known.setdefault(lower, value)
     return tuple(known.items())
+
+
+def trace_id_in(pairs: LegHeaders) -> str:
+    """The id of the trace that the legs belong to."""
+    return next((value[3:35].decode("ascii") for name, value in pairs if name == b"traceparent"), "")

@@ -129,6 +129,12 @@ class Inbound:
         """The field by which the client asked for a number of tokens; None where it did not."""
         return None if self.token_limit is None else self.token_limit[0]
 
+    def traced(self, traceparent: str) -> Inbound:
+        """The same for one leg, whose span it names."""
+        value = traceparent.encode("ascii")
+        pairs = tuple((name, value if name == _TRACEPARENT else old) for name, old in self.leg_headers)
+        return dataclasses.replace(self, leg_headers=pairs)
+
     @property
     def traceparent(self) -> str | None:
         """The trace that the legs belong to."""

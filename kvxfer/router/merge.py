@@ -31,6 +31,17 @@ class Merger:
         self._has_source = has_source
         self._own: dict[str, Any] = {}
         """D's own account, once it was seen."""
+        self._usage: dict[str, Any] = {}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """D's own account, where it gave one."""
+        return self._own
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """As the client gets it, where it was looked at."""
+        return self._usage
 
     @staticmethod
     def is_concerned(content: bytes) -> bool:
@@ -54,7 +65,10 @@ class Merger:
             if not isinstance(values, dict):
                 return None
             has_account = self._add_account(values, extra)
-            has_usage = self._has_source and self._add_usage(values.get("usage"), prefilled)
+            usage = values.get("usage")
+            has_usage = self._has_source and self._add_usage(usage, prefilled)
+            if isinstance(usage, dict):
+                self._usage = usage
             return encode(values) if has_account or has_usage else None
         except (ValueError, RecursionError):
             return None

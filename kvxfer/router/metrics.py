@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvxfer.router.fleet.workers import Workers
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+BODY_BUCKETS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 
 class RequestOutcome(enum.StrEnum):
@@ -67,6 +68,7 @@ class _WorkersCollector(Collector):
         yield GaugeMetricFamily(
             "kvxfer_router_coordinator_connected", "1 while the coordinator is heard", value=float(known.is_connected)
         )
+        yield from self._upstream()
         counters = self._workers.counters
         yield _counted("kvxfer_router_ejections", "Ejections of workers", ("worker", "reason"), counters.ejections)
         yield _counted(
@@ -75,6 +77,28 @@ class _WorkersCollector(Collector):
         yield _counted(
             "kvxfer_router_pair_ejections", "Ejections of pairs", ("prefill", "decode"), counters.pair_ejections
         )
+
+    def _upstream(self) -> Iterable[Metric]:
+        pools = sorted(self._workers.connections().items())
+        connections = GaugeMetricFamily(
+            "kvxfer_router_upstream_connections", "Open connections to an address", labels=("address", "state")
+        )
+        waiting = GaugeMetricFamily(
+            "kvxfer_router_upstream_waiting", "Legs that wait for a connection to an address", labels=("address",)
+        )
+        opened = CounterMetricFamily(
+            "kvxfer_router_upstream_connects", "Connections that were opened to an address", labels=("address",)
+        )
+        requests = CounterMetricFamily(
+            "kvxfer_router_upstream_requests", "Requests to an address, without probes", labels=("address",)
+        )
+        for address, now in pools:
+            connections.add_metric((address, "idle"), now.idle)
+            connections.add_metric((address, "in_use"), now.open - now.idle)
+            waiting.add_metric((address,), now.waiting)
+            opened.add_metric((address,), now.connected)
+            requests.add_metric((address,), now.requests)
+        return (connections, waiting, opened, requests)
 
 
 def _counted(name: str, text: str, labels: tuple[str, str], counts: Mapping[tuple[str, str], int]) -> Metric:
@@ -106,6 +130,15 @@ class RouterMetrics:
             ("route",),
             buckets=TTFT_BUCKETS_S,
             registry=registry,
+        )
+        self.request_bytes = Histogram(
+            "kvxfer_router_request_bytes", "Bodies of requests", ("route",), buckets=BODY_BUCKETS, registry=registry
+        )
+        self.answer_bytes = Counter(
+            "kvxfer_router_answer_bytes", "Bytes of answers that were sent to clients", ("route",), registry=registry
+        )
+        self.traces = Counter(
+            "kvxfer_router_traces", "Requests whose spans were to be exported", ("result",), registry=registry
         )
         self.placements = Counter("kvxfer_router_placements", "Pairs chosen, by reason", ("reason",), registry=registry)
         self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=registry)
@@ -157,6 +190,8 @@ class RouterMetrics:
         self._ended = functools.cache(lambda route, outcome: self.requests.labels(route, outcome))
         self._duration = functools.cache(self.duration.labels)
         self._ttft = functools.cache(self.ttft.labels)
+        self._request_bytes = functools.cache(self.request_bytes.labels)
+        self._answer_bytes = functools.cache(self.answer_bytes.labels)
         self._placed = functools.cache(self.placements.labels)
         self._key_ended = functools.cache(lambda key, outcome: self.key_requests.labels(key, outcome))
         self._key_inflight = functools.cache(self.key_inflight.labels)
@@ -164,6 +199,16 @@ class RouterMetrics:
     def ended(self, route: str, outcome: RequestOutcome, seconds: float) -> None:
         self._ended(route, outcome.value).inc()
         self._duration(route).observe(seconds)
+
+    def carried(self, route: str, request_bytes: int, answer_bytes: int) -> None:
+        """A request is over, of so many bytes. A body that did not arrive has none."""
+        if request_bytes:
+            self._request_bytes(route).observe(request_bytes)
+        self._answer_bytes(route).inc(answer_bytes)
+
+    def traced(self, result: str, count: int) -> None:
+        """What became of the spans of some requests. From any thread."""
+        self.traces.labels(result).inc(count)
 
     def first_byte(self, prefill: str, seconds: float) -> None:
         """The first event with some of the answer went out."""

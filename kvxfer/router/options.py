@@ -99,6 +99,10 @@ class RouterOptions(ServingLimits):
     )
     cors_credentials: bool = _option(False, "let those pages send credentials; not with *")
     insecure: bool = _option(False, "listen beyond loopback without TLS")
+    otlp_endpoint: str = _option(
+        "", "http:// or https:// URL of an OpenTelemetry collector; empty: as OTEL_ variables say, or no spans"
+    )
+    otlp_share: float = _option(1.0, "share of the requests that are traced, of those whose client does not say it")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +134,8 @@ class RouterOptions(ServingLimits):
         for name in ("retry_share", "retry_floor_per_s", "recompute_per_s"):
             if not 0 <= getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be 0 to 1e6, not {getattr(self, name)}")
+        if not 0 <= self.otlp_share <= 1:
+            raise ConfigError(f"otlp_share must be 0 to 1, not {self.otlp_share}")
         HostList("allow_http_host", self.allow_http_host)
         read_rules(self.pass_through)
         Cors(self.cors_origin, allows_credentials=self.cors_credentials)

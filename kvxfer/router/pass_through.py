@@ -80,7 +80,9 @@ class PassThrough:
             request_id=record.request_id,
             forwards_authorization=options.forward_authorization,
             passed=self._core.passed_headers,
+            trace=record.traceparent,
         )
+        record.trace_id = headers.trace_id_in(passed_headers)
         passed = _Passed(rule, exchange, body, passed_headers, answer, record)
         interrupts: Interrupts[bool] = Interrupts()
         answer.on_client_gone(lambda: interrupts.interrupt(True))

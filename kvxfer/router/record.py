@@ -1,4 +1,4 @@
-"""What became of one request, for its log line and the metrics. Decides nothing."""
+"""What became of one request, for its log line, the metrics and its spans. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 from typing import Any
 
 from kvxfer.policy.place import Placement
+from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
+from kvxfer.router.tracing import EndedRequest, RequestTrace, Tracer
 from kvxfer.router.usage import UsageSeen
 
 log = logging.getLogger("kvxfer.router.request")
@@ -35,13 +37,35 @@ class RequestRecord:
     """Of the holder of the client's API key, never the key."""
     usage: UsageSeen | None = None
     """Where the answer's own account of its tokens is noted; None: it is not asked for."""
+    trace_id: str = ""
+    """Of the trace that both legs belong to; empty where the request ended before that was known."""
+    traceparent: str | None = None
+    """The router's own, where it traces."""
+    trace: RequestTrace | None = None
+    """None where its spans are not exported."""
+
+    def looked_at(self, inbound: Inbound) -> None:
+        """Its body is a request."""
+        self.is_stream = inbound.stream
+        if self.trace is not None and inbound.token_limit is not None:
+            self.trace.token_limit = inbound.token_limit[1]
 
     def finish(
-        self, outcome: RequestOutcome, status: int, answer_bytes: int, *, now_s: float, metrics: RouterMetrics
+        self,
+        outcome: RequestOutcome,
+        status: int,
+        answer_bytes: int,
+        *,
+        now_s: float,
+        metrics: RouterMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Count the request, and write its line."""
+        """Count the request, write its line, and have its spans exported."""
         seconds = now_s - self.arrived_s
         metrics.ended(self.route, outcome, seconds)
+        metrics.carried(self.route, self.prompt_bytes, answer_bytes)
+        if self.trace is not None and tracer is not None:
+            tracer.export(EndedRequest(self.trace, self, outcome.value, status, answer_bytes, now_s))
         if not log.isEnabledFor(logging.INFO):
             return
         fields: dict[str, Any] = {
@@ -52,9 +76,12 @@ class RequestRecord:
             "status": status,
             "seconds": round(seconds, 4),
             "attempts": self.attempts,
+            "stream": self.is_stream,
             "prompt_bytes": self.prompt_bytes,
             "answer_bytes": answer_bytes,
         }
+        if self.trace_id:
+            fields["trace_id"] = self.trace_id
         if self.first_byte_s is not None:
             fields["ttft_s"] = round(self.first_byte_s - self.arrived_s, 4)
         if self.placement is not None:

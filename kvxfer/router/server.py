@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
@@ -28,6 +29,7 @@ from kvxfer.router.following import following
 from kvxfer.router.front import Door, Front
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import WorkerPools
 from kvxfer.rpc import member_token
 from kvxfer.serving.bodies import Bodies
@@ -35,6 +37,9 @@ from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import listening, ready_line, serving
 from kvxfer.serving.tls import ServerTls, TlsFiles
 from kvxfer.serving.watching import WatchedFiles
+
+if TYPE_CHECKING:
+    from kvxfer.router.otlp import OtlpExporter
 
 LEGS_EACH = 2
 """Connections to workers that one request may need at once."""
@@ -106,6 +111,16 @@ def server_tls(options: RouterOptions) -> ServerTls | None:
     return ServerTls(TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file))
 
 
+def open_exporter(options: RouterOptions, metrics: RouterMetrics) -> OtlpExporter | None:
+    """What sends spans; None, and nothing of it is imported, where no spans are asked for. Raises ConfigError."""
+    if not options.otlp_endpoint and not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+        return None
+    from kvxfer.router import otlp
+
+    where = otlp.settings(options)
+    return None if where is None else otlp.OtlpExporter(where, metrics.traced)
+
+
 async def serve_workers(
     options: RouterOptions,
     workers: Workers,
@@ -118,7 +133,10 @@ async def serve_workers(
     """Serve HTTP on ``listener`` over ``workers``, which others keep up to date, until ``stop`` is set."""
     sockets = share_now(options.max_connections, legs_each=LEGS_EACH, legs_max=LEGS_EACH * options.max_inflight)
     door = Door(AdmitOptions(options.max_inflight))
-    core = RouterCore(options, workers, RouterMetrics(workers))
+    metrics = RouterMetrics(workers)
+    exporter = open_exporter(options, metrics)
+    tracer = None if exporter is None else Tracer(exporter.offer, share=options.otlp_share)
+    core = RouterCore(options, workers, metrics, tracer=tracer)
     bodies = Bodies(options)
     cors = Cors(options.cors_origin, allows_credentials=options.cors_credentials) if options.cors_origin else None
     front = Front(core, keys, door, cors)
@@ -155,3 +173,5 @@ async def serve_workers(
         with contextlib.suppress(Exception):
             await core.aclose()
         await workers.close()
+        if exporter is not None:
+            await asyncio.to_thread(exporter.close)

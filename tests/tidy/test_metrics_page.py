@@ -28,6 +28,7 @@ from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.scheduler import Scheduler, SchedulerLimits
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.metrics import RouterMetrics
+from kvxfer.router.upstream import UpstreamCounters
 from kvxfer.types import Lane
 
 pytestmark = pytest.mark.checkout
@@ -72,6 +73,7 @@ def engine_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 def router_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     workers = Workers()
     monkeypatch.setattr(workers, "inflight", lambda: {("d", "decode"): 1})
+    monkeypatch.setattr(workers, "connections", lambda: {"10.0.0.1:8000": UpstreamCounters()})
     for counts in (workers.counters.ejections, workers.counters.probes, workers.counters.pair_ejections):
         workers.counters.add(counts, "d", "lost")
     return RouterMetrics(workers).registry

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from kvxfer.router.upstream import UpstreamPool
+from kvxfer.router.upstream import UpstreamCounters, UpstreamPool
 
 
 class EnginePools:
@@ -23,6 +23,10 @@ class EnginePools:
 
     def __len__(self) -> int:
         return len(self._pools)
+
+    def counters(self) -> dict[str, UpstreamCounters]:
+        """Of every pool, by its address."""
+        return {pool.address: pool.counters for pool in (*self._retired.values(), *self._pools.values())}
 
     @property
     def retired_count(self) -> int:

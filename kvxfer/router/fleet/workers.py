@@ -34,7 +34,7 @@ from kvxfer.router.fleet.pools import EnginePools
 from kvxfer.router.fleet.roster import Roster
 from kvxfer.router.fleet.statistics import FleetCounters, WorkersStatistics
 from kvxfer.router.fleet.worker import Worker, WorkerSource
-from kvxfer.router.upstream import UpstreamPool
+from kvxfer.router.upstream import UpstreamCounters, UpstreamPool
 from kvxfer.types import AgentRef, Member, Membership
 
 log = logging.getLogger("kvxfer.router")
@@ -441,6 +441,10 @@ class Workers:
             pools=len(self._pools),
             pools_retired=self._pools.retired_count,
         )
+
+    def connections(self) -> dict[str, UpstreamCounters]:
+        """What each pool of connections counts, by its address. Workers behind one address share it."""
+        return self._pools.counters()
 
     def sweep(self) -> None:
         """Close the connections to addresses that have neither a worker nor a request any more."""

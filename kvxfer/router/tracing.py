@@ -1,0 +1,168 @@
+"""What is noted of a request whose trace is exported: span ids, which its legs carry, and the times of its steps.
+
+Decides which requests are traced, and the ``traceparent`` of each leg. Spans are made when the request is over, in
+another thread (`otlp`), of what was noted here (`spans`). It must never know how spans are written or sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvxfer.observe import is_traceparent
+from kvxfer.openai.transfer_params import Part
+from kvxfer.policy.place import Placement
+from kvxfer.router.dialects import Pair, Prefilled
+from kvxfer.router.failure import Failure
+
+SAMPLED = 1
+"""The bit of the trace flags that says that a trace is recorded."""
+_NEW_FLAGS = {True: "01", False: "00"}
+
+
+def _new_id(bits: int) -> str:
+    return f"{random.getrandbits(bits) or 1:0{bits // 4}x}"
+
+
+class AttemptTrace:
+    """One attempt: which workers, when each leg was sent and over, and what its answers say of it."""
+
+    __slots__ = (
+        "account",
+        "decode_ended_s",
+        "decode_failure",
+        "decode_id",
+        "decode_sent_s",
+        "dialect",
+        "pair",
+        "prefill_ended_s",
+        "prefill_failure",
+        "prefill_id",
+        "prefill_sent_s",
+        "prefilled",
+        "reason",
+        "usage",
+    )
+
+    def __init__(self, pair: Pair, dialect: str, reason: str) -> None:
+        self.pair = pair
+        self.dialect = dialect
+        self.reason = reason
+        self.prefill_id = "" if pair.prefill is None else _new_id(64)
+        self.decode_id = _new_id(64)
+        self.prefill_sent_s: float | None = None
+        self.prefill_ended_s: float | None = None
+        """When P's whole answer was there, or its leg failed."""
+        self.decode_sent_s: float | None = None
+        self.decode_ended_s: float | None = None
+        self.prefill_failure = ""
+        self.decode_failure = ""
+        self.prefilled: Prefilled | None = None
+        self.account: Mapping[str, Any] = {}
+        """D's own account of the transfer, as it came."""
+        self.usage: Mapping[str, Any] = {}
+
+    def failed(self, part: Part, failure: Failure, now_s: float) -> None:
+        """A leg failed. What ended it first counts."""
+        if part is Part.PREFILL and not self.prefill_failure:
+            self.prefill_failure, self.prefill_ended_s = failure.kind.value, now_s
+        elif part is Part.DECODE and not self.decode_failure:
+            self.decode_failure, self.decode_ended_s = failure.kind.value, now_s
+
+    def end(
+        self, now_s: float, prefilled: Prefilled | None, account: Mapping[str, Any], usage: Mapping[str, Any]
+    ) -> None:
+        """Both legs are over."""
+        if self.decode_ended_s is None:
+            self.decode_ended_s = now_s
+        self.prefilled, self.account, self.usage = prefilled, account, usage
+
+
+class RequestTrace:
+    """One request: its place in its client's trace. ``begun_unix_s`` is the wall clock's time at ``begun_s``."""
+
+    __slots__ = ("attempts", "begun_s", "begun_unix_s", "flags", "parent_id", "span_id", "token_limit", "trace_id")
+
+    def __init__(self, trace_id: str, parent_id: str, flags: str, begun_s: float, begun_unix_s: float) -> None:
+        self.trace_id = trace_id
+        self.parent_id = parent_id
+        """The client's span; empty where the trace begins here."""
+        self.span_id = _new_id(64)
+        self.flags = flags
+        self.begun_s = begun_s
+        self.begun_unix_s = begun_unix_s
+        self.token_limit: int | None = None
+        self.attempts: list[AttemptTrace] = []
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(int(self.flags, 16) & SAMPLED)
+
+    def traceparent(self, span_id: str = "") -> str:
+        """What a leg carries whose span is ``span_id``; without one: the request's own span."""
+        return f"00-{self.trace_id}-{span_id or self.span_id}-{self.flags}"
+
+    def attempt(self, pair: Pair, dialect: str, reason: str) -> AttemptTrace:
+        made = AttemptTrace(pair, dialect, reason)
+        self.attempts.append(made)
+        return made
+
+
+class RequestFacts(Protocol):
+    """What spans say of a request beside its times: its record."""
+
+    route: str
+    request_id: str
+    arrived_s: float
+    model: str
+    is_stream: bool
+    prompt_bytes: int
+    placement: Placement | None
+    attempts: int
+    alone_for: bytes
+    first_byte_s: float | None
+    code: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """Everything that spans are made of. Nothing of it changes any more."""
+
+    trace: RequestTrace
+    record: RequestFacts
+    outcome: str
+    status: int
+    answer_bytes: int
+    ended_s: float
+
+
+class Tracer:
+    """Of one router. ``export`` takes an ended request; it is called on the event loop and must return at once.
+
+    A client that sent a ``traceparent`` has decided whether its request is recorded; of the others a share is.
+    """
+
+    def __init__(
+        self,
+        export: Callable[[EndedRequest], None],
+        *,
+        share: float = 1.0,
+        draw: Callable[[], float] = random.random,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self.export = export
+        self._share = share
+        self._draw = draw
+        self._unix = unix
+
+    def begin(self, received: bytes | None, now_s: float) -> RequestTrace:
+        """Join the trace of the client's ``traceparent``, or begin one."""
+        text = "" if received is None else received.decode("latin-1")
+        if is_traceparent(text):
+            _, trace_id, parent_id, flags = text.split("-")
+        else:
+            trace_id, parent_id, flags = _new_id(128), "", _NEW_FLAGS[self._draw() < self._share]
+        return RequestTrace(trace_id, parent_id, flags, now_s, self._unix())
