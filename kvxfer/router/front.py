@@ -146,7 +146,14 @@ class Front:
         finally:
             if is_inside:
                 self._door.leave()
-            record.finish(outcome, answer.status, answer.bytes_written, now_s=core.now(), metrics=core.metrics)
+            record.finish(
+                outcome,
+                answer.status,
+                answer.bytes_written,
+                now_s=core.now(),
+                metrics=core.metrics,
+                history=core.history,
+            )
 
     async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:
         """Raises RequestError for a body that is no request."""

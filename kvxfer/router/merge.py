@@ -32,6 +32,11 @@ class Merger:
         self._own: dict[str, Any] = {}
         """D's own account, once it was seen."""
 
+    @property
+    def account(self) -> dict[str, Any]:
+        """D's own account, without what the router added; empty until it was seen."""
+        return self._own
+
     @staticmethod
     def is_concerned(content: bytes) -> bool:
         """Whether there may be something to add to in these bytes."""
