@@ -35,6 +35,7 @@ PLACES = {
     "tests/e2e/test_prefill_lost.py::test_killed_while_it_is_read[stream]": "quick",
     "tests/faults/": "deep",
     "tests/fuzz/test_corpus.py": "deep",
+    "tests/router/ui/test_browser.py": "deep",
     "tests/sglang/": "deep",
     "tests/sglang/test_e2e.py": "nightly",
     "tests/sglang/test_e2e_aborts.py": "nightly",

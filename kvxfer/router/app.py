@@ -27,6 +27,7 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.front import Door, Front
 from kvxfer.router.readiness import RouterReadiness
+from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
@@ -157,6 +158,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     add_admin_routes(app, core.workers, admin)
+    add_ui_routes(app, core, door, admin)
     return app
 
 
