@@ -197,7 +197,7 @@ function showTiles(state, steps) {
   tile("Ready to prefill", `${ready("prefill")} of ${able("prefill")}`, able("prefill") && !ready("prefill") ? "bad" : null);
   tile("Ready to decode", `${ready("decode")} of ${able("decode")}`, ready("decode") ? null : "bad");
   tile("Blocks used", total ? format.percent(1 - free / total) : "–");
-  tile("Failed requests", format.count(sum(steps.map((step) => step.failures))));
+  tile("Failed in 10 minutes", format.count(sum(steps.map((step) => step.failures))));
 }
 
 function show(state) {
