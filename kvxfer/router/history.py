@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 DECISIONS_MAX = 200
 STEP_S = 5.0
@@ -247,14 +247,14 @@ def _quantile_of_buckets(counts: Mapping[int, int], share: float) -> float | Non
 
 def _duration(*values: object) -> float | None:
     """The first that is a number of seconds."""
-    return next((float(value) for value in values if _is_number(value)), None)
+    return next((float(value) for value in values if isinstance(value, int | float) and _is_amount(value)), None)
 
 
 def _count(*values: object) -> int:
     """The first that is a count of something."""
-    return next((value for value in values if isinstance(value, int) and _is_number(value)), 0)
+    return next((value for value in values if isinstance(value, int) and _is_amount(value)), 0)
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    """Of an amount that one transfer can have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 60
+def _is_amount(value: int | float) -> bool:
+    """Whether one transfer can have so much."""
+    return not isinstance(value, bool) and 0 <= value < 1 << 60
