@@ -191,13 +191,13 @@ function showTiles(state, steps) {
   const lately = steps.findLast((step) => step.ttft_p50_s !== null);
   const isRecent = lately && state.series.ends_unix_s - lately.begun_unix_s <= (RECENT_STEPS + 1) * state.series.step_s;
   tile("In flight", `${format.count(router.inflight)} of ${format.count(router.inflight_max)}`);
-  tile("Requests per second", format.rate(sum(recent.map((step) => step.requests)) / (RECENT_STEPS * state.series.step_s)));
+  tile("Requests / s", format.rate(sum(recent.map((step) => step.requests)) / (RECENT_STEPS * state.series.step_s)));
   tile("TTFT p50", format.seconds(isRecent ? lately.ttft_p50_s : null));
   tile("TTFT p95", format.seconds(isRecent ? lately.ttft_p95_s : null));
   tile("Ready to prefill", `${ready("prefill")} of ${able("prefill")}`, able("prefill") && !ready("prefill") ? "bad" : null);
   tile("Ready to decode", `${ready("decode")} of ${able("decode")}`, ready("decode") ? null : "bad");
   tile("Blocks used", total ? format.percent(1 - free / total) : "–");
-  tile("Failed in 10 minutes", format.count(sum(steps.map((step) => step.failures))));
+  tile("Failed, 10 min", format.count(sum(steps.map((step) => step.failures))));
 }
 
 function show(state) {
