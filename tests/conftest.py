@@ -39,6 +39,7 @@ PLACES = {
     "tests/router/faults/test_drain.py::test_sigterm_finishes_what_runs_and_refuses_what_is_new": "quick",
     "tests/router/faults/test_engines_fail.py::test_a_dead_decode_worker_costs_no_client_an_error": "quick",
     "tests/router/fleet/test_with_mock_engines.py": "deep",
+    "tests/router/ui/test_browser.py": "deep",
     "tests/sglang/": "deep",
     "tests/sglang/test_e2e.py": "nightly",
     "tests/sglang/test_e2e_aborts.py": "nightly",

@@ -30,6 +30,7 @@ from kvxfer.router.cors import ALLOW_ORIGIN, VARY, Cors, is_for_pages
 from kvxfer.router.front import Door, Front
 from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
+from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
@@ -213,6 +214,7 @@ def build_app(
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     add_admin_routes(app, core.workers, admin)
+    add_ui_routes(app, core, door, admin)
     return app
 
 

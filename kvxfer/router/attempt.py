@@ -133,6 +133,8 @@ class Attempt:
         finally:
             if self._relay is not None:
                 self._answer.bytes_written += self._relay.bytes_passed
+            if self._prefill is not None and self._merger.account:
+                self._core.history.transferred(self._prefill.agent_id, self._decode.agent_id, self._merger.account)
             self._answer.on_client_gone(None)
             self._answer.unthrottle()
             claim.release()
@@ -253,6 +255,7 @@ class Attempt:
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
         self._core.metrics.first_byte(self._prefill_at(), now_s - self._inbound.arrived_s)
+        self._core.history.first_byte(now_s, now_s - self._inbound.arrived_s)
         self._answer.start_stream(self._head())
 
     def _edit(self, event: Event) -> bytes | None:

@@ -15,6 +15,7 @@ from kvxfer.policy.budget import Budget
 from kvxfer.router.engine_names import EngineNames
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.headers import check_passed
+from kvxfer.router.history import History
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all
@@ -42,6 +43,7 @@ class RouterCore:
         self.metrics = metrics
         self.tracer = tracer
         """None where no spans are exported."""
+        self.history = History()
         self.now = now
         self.retries = Budget(share=options.retry_share, floor_per_s=options.retry_floor_per_s)
         """Of all requests: each earns ``retry_share`` of a retry."""

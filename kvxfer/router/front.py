@@ -199,6 +199,7 @@ class Front:
                 answer.bytes_written,
                 now_s=core.now(),
                 metrics=core.metrics,
+                history=core.history,
                 tracer=core.tracer,
             )
 

@@ -43,6 +43,11 @@ class Merger:
         """As the client gets it, where it was looked at."""
         return self._usage
 
+    @property
+    def account(self) -> dict[str, Any]:
+        """D's own account, without what the router added; empty until it was seen."""
+        return self._own
+
     @staticmethod
     def is_concerned(content: bytes) -> bool:
         """Whether there may be something to add to in these bytes."""

@@ -7,12 +7,18 @@ import logging
 from typing import Any
 
 from kvxfer.policy.place import Placement
+from kvxfer.router.history import TEXT_MAX, Decision, History
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
 from kvxfer.router.tracing import EndedRequest, RequestTrace, Tracer
 from kvxfer.router.usage import UsageSeen
 
 log = logging.getLogger("kvxfer.router.request")
+
+FAILURES = frozenset(
+    (RequestOutcome.UNAVAILABLE, RequestOutcome.FAILED, RequestOutcome.BROKEN_STREAM, RequestOutcome.TIMED_OUT)
+)
+"""Outcomes that are neither the client's doing nor an operator's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,12 +64,14 @@ class RequestRecord:
         *,
         now_s: float,
         metrics: RouterMetrics,
+        history: History,
         tracer: Tracer | None = None,
     ) -> None:
-        """Count the request, write its line, and have its spans exported."""
+        """Count the request, remember it, write its line, and have its spans exported."""
         seconds = now_s - self.arrived_s
         metrics.ended(self.route, outcome, seconds)
         metrics.carried(self.route, self.prompt_bytes, answer_bytes)
+        history.ended(self._decision(outcome, status, now_s))
         if self.trace is not None and tracer is not None:
             tracer.export(EndedRequest(self.trace, self, outcome.value, status, answer_bytes, now_s))
         if not log.isEnabledFor(logging.INFO):
@@ -94,3 +102,23 @@ class RequestRecord:
         if self.key_name:
             fields["key"] = self.key_name
         log.info("request", extra=fields)
+
+    def _decision(self, outcome: RequestOutcome, status: int, now_s: float) -> Decision:
+        placement, first_byte_s = self.placement, self.first_byte_s
+        prefill = None if placement is None else placement.prefill
+        return Decision(
+            ended_s=now_s,
+            route=self.route,
+            model=self.model[:TEXT_MAX],
+            is_stream=self.is_stream,
+            prefill="" if prefill is None else prefill.ref.agent_id,
+            decode="" if placement is None else placement.decode.ref.agent_id,
+            reason=self.alone_for.decode() or ("" if placement is None else placement.reason.value),
+            outcome=outcome.value,
+            is_failure=outcome in FAILURES,
+            status=status,
+            ttft_s=None if first_byte_s is None else first_byte_s - self.arrived_s,
+            duration_s=now_s - self.arrived_s,
+            attempts=self.attempts,
+            code=self.code[:TEXT_MAX],
+        )
