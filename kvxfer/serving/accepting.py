@@ -27,15 +27,27 @@ COMPLAIN_S = 30.0
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
+Turn = Callable[[int], float]
+"""Gets the number of connections of this process, gives the seconds for which a new one is left to other processes that
+accept from the same listener."""
+
+
 class Acceptor:
     """Accepts from ``listener``, which stays the caller's, between :meth:`start` and :meth:`stop`."""
 
     def __init__(
-        self, listener: socket.socket, connections: Connections, new_protocol: Callable[[], asyncio.Protocol]
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        new_protocol: Callable[[], asyncio.Protocol],
+        *,
+        turn: Turn | None = None,
     ) -> None:
         self._listener = listener
         self._connections = connections
         self._new_protocol = new_protocol
+        self._turn = turn
+        self._has_waited = False
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -73,7 +85,9 @@ class Acceptor:
             self._loop.remove_reader(self._listener.fileno())
 
     def _on_readable(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        if self._turn is not None and self._leaves_it_to_others(self._turn):
+            return
+        for _ in range(ACCEPTED_AT_ONCE if self._turn is None else 1):
             if not self._has_room():
                 self._pause()  # _make_room, or the connections' on_room, goes on
                 if not self._opening:
@@ -94,6 +108,15 @@ class Acceptor:
             task = self._loop.create_task(self._open(accepted))
             self._opening.add(task)
             task.add_done_callback(self._opened)
+
+    def _leaves_it_to_others(self, turn: Turn) -> bool:
+        """Once for each connection: one that is still there afterwards is accepted."""
+        wait_s = 0.0 if self._has_waited else turn(len(self._connections) + len(self._opening))
+        self._has_waited = wait_s > 0
+        if wait_s > 0:
+            self._pause()
+            self._retry = self._loop.call_later(wait_s, self._accept_again)
+        return wait_s > 0
 
     def _has_room(self) -> bool:
         return self._connections.kept + len(self._opening) < self._connections.maximum

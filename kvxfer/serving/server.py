@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvxfer.errors import ConfigError
-from kvxfer.serving.accepting import Acceptor
+from kvxfer.serving.accepting import Acceptor, Turn
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.connections import Connections
 from kvxfer.serving.exchange import FindHandler
@@ -65,9 +65,11 @@ def ready_line(role: str, host: str, listener: socket.socket, **more: Any) -> di
 class HttpServer:
     """A server that runs."""
 
-    def __init__(self, running: asyncio.Task[None], connections: Connections) -> None:
+    def __init__(self, running: asyncio.Task[None], connections: Connections, acceptor: Acceptor) -> None:
         self._running = running
         self.connections = connections
+        self.stop_accepting = acceptor.stop
+        """Accept no more connections, before the end of the block."""
 
     async def wait_ended(self, *events: Awaitable[object]) -> None:
         """Until the server has ended by itself, which is a failure, or the first of ``events``."""
@@ -89,9 +91,10 @@ async def serving(
     connections_max: int,
     name: str,
     find_handler: FindHandler | None = None,
+    turn: Turn | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve ``app`` on ``listener`` within the block; ``name`` is the task's. A request for which ``find_handler``
-    gives a handler goes to that instead.
+    gives a handler goes to that instead. ``turn`` is for a listener that other processes have too (`accepting.Turn`).
 
     At the end of the block the server accepts no more connections and refuses unfinished ``bodies``; answers under way
     get STOP_GRACE_S. Raises the error that ended the server.
@@ -120,9 +123,9 @@ async def serving(
         keepalive_s=KEEPALIVE_S,
         find_handler=find_handler,
     )
-    acceptor = Acceptor(listener, connections, lambda: Connection(context))
+    acceptor = Acceptor(listener, connections, lambda: Connection(context), turn=turn)
     running = asyncio.create_task(server.serve(sockets=[]), name=name)
-    http = HttpServer(running, connections)
+    http = HttpServer(running, connections, acceptor)
     try:
         await http.wait_ended(server.listens.wait())
         if running.done():
