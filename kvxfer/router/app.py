@@ -140,6 +140,7 @@ def build_app(core: RouterCore, keys: ApiKeys, door: Door, front: Front, admin: 
             "status": "draining" if door.is_draining else "ok",
             "coordinator_connected": core.workers.is_connected,
             "inflight": door.inflight,
+            **core.describe_process(),
         }
         return JSONResponse(body)
 

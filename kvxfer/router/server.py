@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
@@ -30,7 +33,7 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.rpc import member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
-from kvxfer.serving.server import listening, ready_line, serving
+from kvxfer.serving.server import HttpServer, listening, ready_line, serving
 
 LEGS_EACH = 2
 """Connections to workers that one request may need at once."""
@@ -38,7 +41,13 @@ LEGS_EACH = 2
 Ready = Callable[[dict[str, Any]], None]
 
 
-async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event) -> None:
+ServeSeveral = Callable[..., Awaitable[None]]
+"""Serves with several processes: gets the options, the keys, the token, the listener, ``on_ready`` and ``stop``."""
+
+
+async def serve(
+    options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event, several: ServeSeveral | None = None
+) -> None:
     """Run the router until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it listens.
 
     Raises ConfigError for settings that name no worker and no source of workers, a taken port, a bad token, key or
@@ -55,6 +64,9 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
         token = member_token(options.token_file)
         hide(token)
     with listening(options.host, options.port) as listener:
+        if several is not None and options.workers > 1:
+            await several(options, keys, token, listener, on_ready=on_ready, stop=stop)
+            return
         workers = new_workers(options)
         async with following(options, workers, token):
             await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
@@ -62,15 +74,33 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
 
 def new_workers(options: RouterOptions) -> Workers:
     """The table of workers that ``options`` ask for, empty."""
-    return Workers(
-        health=HealthOptions(
+    return Workers(**fleet_options(options))
+
+
+def fleet_options(options: RouterOptions) -> dict[str, Any]:
+    """What ``options`` say of the table of workers."""
+    return {
+        "health": HealthOptions(
             failures_to_eject=options.failures_to_eject,
             eject_base_s=options.eject_base_s,
             eject_cap_s=options.eject_cap_s,
             slow_start_s=options.slow_start_s,
         ),
-        allowed=HostList("allow_http_host", options.allow_http_host),
-    )
+        "allowed": HostList("allow_http_host", options.allow_http_host),
+    }
+
+
+class Seat(Protocol):
+    """The place of this process in a router of several (`router.group`)."""
+
+    leave_port: Callable[[], None]
+    """Set while the process serves: it accepts no more connections, and closes the listener."""
+
+    def take_part(self, core: RouterCore, door: Door, app: ASGIApp, bodies: Bodies) -> ASGIApp:
+        """Share what is shared. Returns the application to serve."""
+
+    def turn(self, connections: int) -> float:
+        """How long to leave a new connection to the others, where this process has so many."""
 
 
 async def serve_workers(
@@ -81,6 +111,7 @@ async def serve_workers(
     *,
     on_ready: Ready,
     stop: asyncio.Event,
+    seat: Seat | None = None,
 ) -> None:
     """Serve HTTP on ``listener`` over ``workers``, which others keep up to date, until ``stop`` is set."""
     sockets = share_now(options.max_connections, legs_each=LEGS_EACH, legs_max=LEGS_EACH * options.max_inflight)
@@ -89,7 +120,9 @@ async def serve_workers(
     bodies = Bodies(options)
     front = Front(core, keys, door)
     admin_keys = ApiKeys.from_file(options.admin_key_file) if options.admin_key_file else ApiKeys()
-    app = build_app(core, keys, door, front, AdminAccess(admin_keys, is_loopback(options.host)), bodies)
+    app: ASGIApp = build_app(core, keys, door, front, AdminAccess(admin_keys, is_loopback(options.host)), bodies)
+    if seat is not None:
+        app = seat.take_part(core, door, app, bodies)
     try:
         async with serving(
             app,
@@ -99,7 +132,10 @@ async def serve_workers(
             connections_max=sockets.connections,
             name="kvxfer router http",
             find_handler=front.find,
+            turn=None if seat is None else seat.turn,
         ) as http:
+            if seat is not None:
+                seat.leave_port = functools.partial(_leave_port, http, listener)
             try:
                 on_ready(ready_line("router", options.host, listener))
                 await http.wait_ended(stop.wait())
@@ -110,3 +146,8 @@ async def serve_workers(
         with contextlib.suppress(Exception):
             await core.aclose()
         await workers.close()
+
+
+def _leave_port(http: HttpServer, listener: socket.socket) -> None:
+    http.stop_accepting()
+    listener.close()
