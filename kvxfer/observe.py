@@ -133,6 +133,13 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
     logging.getLogger("kvxfer").setLevel(level.upper())
 
 
+def configured() -> tuple[str, str]:
+    """The level and the style that were set, for a child process that logs as this one does."""
+    level = logging.getLevelName(logging.getLogger("kvxfer").getEffectiveLevel()).lower()
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return (level if level in LEVELS else "info"), ("json" if is_json else "text")
+
+
 def log_in_host_program() -> None:
     """In a program that is not kvxfer's: write kvxfer's records to stderr in kvxfer's format, unless the program
     handles them already."""

@@ -29,6 +29,8 @@ class Service:
     serve: str
     run: str = "asyncio:run"
     is_forced_by_sigterm: bool = False
+    member: str = ""
+    """What serves as one of several processes that a parent of the same command started."""
 
 
 SERVICES = {
@@ -36,9 +38,10 @@ SERVICES = {
     "worker": Service("kvxfer.engine.options:WorkerOptions", "kvxfer.engine.worker:serve"),
     "router": Service(
         "kvxfer.router.options:RouterOptions",
-        "kvxfer.router.server:serve",
+        "kvxfer.router.run:serve",
         "kvxfer.serving.loop:run",
         is_forced_by_sigterm=True,
+        member="kvxfer.router.group.member:serve_member",
     ),
 }
 
@@ -60,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--config", default="", metavar="FILE", help="YAML file with options; flags and KVXFER_ variables win over it"
     )
     group.add_argument("--check-config", action="store_true", help="print the options as they would be used, and end")
+    if SERVICES[command].member:
+        parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     add_process_arguments(parser)
 
 
@@ -78,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         lifetime.die_with_parent(args.exit_with_parent)
     observe.configure_logging(level=args.log_level, style=args.log_style)
     open_files.raise_limit()
+    if SERVICES[args.command].member and args.member:
+        _named(SERVICES[args.command].run)(_serve_member(args))
+        return 0
     options = settled(args)
     if args.check_config:
         print_json_line({name: _plain(value) for name, value in dataclasses.asdict(options).items()})
@@ -113,6 +121,25 @@ async def _serve(args: argparse.Namespace, options: Any) -> None:
     serve = _named(SERVICES[args.command].serve)
     await serve(options, on_ready=print_json_line, stop=stop)
     logging.getLogger(f"kvxfer.{args.command}").info("stopped")
+
+
+async def _serve_member(args: argparse.Namespace) -> None:
+    """A parent sends its options, and says when to stop. A supervisor may signal all processes at once beside that, so
+    only a second signal forces."""
+    stop, signalled = asyncio.Event(), asyncio.Event()
+    lifetime.stop_on_signals(signalled, is_forced_by_sigterm=SERVICES[args.command].is_forced_by_sigterm)
+    if args.exit_with_parent is not None:
+        lifetime.watch_parent(args.exit_with_parent, stop)
+
+    async def pass_on() -> None:
+        await signalled.wait()
+        stop.set()
+
+    passing = asyncio.create_task(pass_on())
+    try:
+        await _named(SERVICES[args.command].member)(args.member, stop=stop)
+    finally:
+        passing.cancel()
 
 
 def _plain(value: Any) -> Any:

@@ -187,12 +187,27 @@ class HealthOptions:
         return Backoff(base_s=self.eject_base_s, cap_s=self.eject_cap_s, jitter=JITTER)
 
 
+@dataclasses.dataclass(frozen=True)
+class HealthAccount:
+    """All that another process must know to place requests as this one would. Times are of a clock that both have."""
+
+    state: HealthState = HealthState.IN
+    since_s: float = 0.0
+    failures: int = 0
+    probe_failures: int = 0
+    tries: int = 0
+    trials: int = 0
+    is_doubted: bool = False
+    ejected_for: str = ""
+    ejections: int = 0
+
+
 class WorkerHealth:
     """One worker's. ``ejected_for`` is why it was put OUT last; ``ejections`` counts how often it was."""
 
     __slots__ = (
         *("_backoff", "_doubted", "_due_s", "_failures", "_options", "_probe_failures", "_since_s", "_state"),
-        *("_trials", "_tries", "ejected_for", "ejections"),
+        *("_told_trials", "_trials", "_tries", "ejected_for", "ejections"),
     )
 
     def __init__(self, options: HealthOptions) -> None:
@@ -207,6 +222,7 @@ class WorkerHealth:
         self._since_s = 0.0
         self._doubted = False
         self._trials: dict[str, int] = {}
+        self._told_trials = 0
         self.ejected_for = ""
         self.ejections = 0
 
@@ -235,7 +251,9 @@ class WorkerHealth:
     def is_closed(self, now_s: float) -> bool:
         """Whether it gets a request only where no other worker is left."""
         self._settle(now_s)
-        return self._state is HealthState.OUT or (self._state is HealthState.HALF_OPEN and bool(self._trials))
+        if self._state is HealthState.HALF_OPEN:
+            return bool(self._trials) or self._told_trials > 0
+        return self._state is HealthState.OUT
 
     def share(self, now_s: float) -> float:
         """Of the work that it would get if it were IN: 1, less in its slow start, and the less the worse where it is
@@ -305,6 +323,34 @@ class WorkerHealth:
     @property
     def failures_in_a_row(self) -> int:
         return self._failures
+
+    # What processes tell each other.
+
+    def account(self, now_s: float) -> HealthAccount:
+        self._settle(now_s)
+        return HealthAccount(
+            self._state,
+            self._since_s,
+            self._failures,
+            self._probe_failures,
+            self._tries,
+            sum(self._trials.values()),
+            self._doubted,
+            self.ejected_for,
+            self.ejections,
+        )
+
+    def take(self, told: HealthAccount) -> None:
+        """Be as another process says. The trials of this process stay its own, beside those that were told."""
+        self._state = told.state
+        self._since_s = told.since_s
+        self._failures = told.failures
+        self._probe_failures = told.probe_failures
+        self._tries = told.tries
+        self._told_trials = told.trials
+        self._doubted = told.is_doubted
+        self.ejected_for = told.ejected_for
+        self.ejections = told.ejections
 
     # The machine.
 

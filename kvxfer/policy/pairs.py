@@ -90,6 +90,10 @@ class PairTable:
             return NO_PAIRS
         return frozenset(pair for pair in self._ejected if now_s < self._pairs[pair].due_s)
 
+    def closed(self) -> dict[Pair, tuple[float, float]]:
+        """Of every ejected pair: when it is tried again, and how long it is then closed to others."""
+        return {pair: (self._pairs[pair].due_s, self._pairs[pair].delay_s) for pair in self._ejected}
+
     @property
     def ejected_count(self) -> int:
         return len(self._ejected)

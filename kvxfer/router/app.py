@@ -197,6 +197,7 @@ def build_app(
             "status": "draining" if door.is_draining else "ok",
             "coordinator_connected": core.workers.is_connected,
             "inflight": door.inflight,
+            **core.describe_process(),
         }
         return JSONResponse(body)
 

@@ -60,6 +60,8 @@ class RouterCore:
         """Of an answer without a stream, whose first byte comes when all of it is computed."""
         self.passed_headers = check_passed(options.forward_header)
         self.engine_names = EngineNames(workers.make_pool)
+        self.describe_process: Callable[[], dict[str, Any]] = dict
+        """What ``/live`` says of this process, where the router has several."""
         self._background: set[asyncio.Task[Any]] = set()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -49,6 +49,13 @@ class Door:
         self._inside: set[asyncio.Task[Any]] = set()
         self.inflight = 0
         self.is_draining = False
+        self._show: Callable[[int], None] | None = None
+        self._elsewhere: Callable[[], int] | None = None
+
+    def share(self, show: Callable[[int], None], elsewhere: Callable[[], int]) -> None:
+        """One bound for several processes: ``show`` is called with the count of this one, ``elsewhere`` gives that of
+        the others."""
+        self._show, self._elsewhere = show, elsewhere
 
     def check_open(self) -> None:
         """Raise OverloadedError where no request comes in any more, however few are inside."""
@@ -57,10 +64,13 @@ class Door:
 
     def enter(self) -> None:
         """Count one more request, with its body. Raises OverloadedError unless it may come in."""
-        verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
+        inflight = self.inflight if self._elsewhere is None else self.inflight + self._elsewhere()
+        verdict = admit(inflight, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)
         self.inflight += 1
+        if self._show is not None:
+            self._show(self.inflight)
         task = asyncio.current_task()
         assert task is not None
         self._inside.add(task)
@@ -68,6 +78,8 @@ class Door:
 
     def leave(self) -> None:
         self.inflight -= 1
+        if self._show is not None:
+            self._show(self.inflight)
         task = asyncio.current_task()
         assert task is not None
         self._inside.discard(task)

@@ -14,6 +14,7 @@ from kvxfer.serving.limits import ServingLimits
 
 DIALECTS = ("vllm", "vllm-mooncake", "vllm-kvxfer", "sglang", "kvxfer")
 LOCAL_PREFILL = ("on", "off")
+PROCESSES_MAX = 64
 PREFILL_FAILURE = ("leave", "redispatch")
 
 
@@ -28,6 +29,7 @@ class RouterOptions(ServingLimits):
 
     host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs TLS, or --insecure")
     port: int = _option(0, "port to listen on; 0 takes a free one")
+    workers: int = _option(1, "processes that serve requests; each takes connections from the same socket")
     coordinator: str = _option("", "host:port of the coordinator that names the workers; empty: none is asked")
     prefill: tuple[str, ...] = _option((), "URL of a prefill worker; may be repeated")
     decode: tuple[str, ...] = _option((), "URL of a decode worker; may be repeated")
@@ -108,6 +110,7 @@ class RouterOptions(ServingLimits):
         super().__post_init__()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
+        check_positive("workers", self.workers, maximum=PROCESSES_MAX)
         if self.coordinator:
             check_address("coordinator", self.coordinator)
         if self.local_prefill not in LOCAL_PREFILL:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.types import ASGIApp
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
@@ -34,7 +37,7 @@ from kvxfer.router.upstream import WorkerPools
 from kvxfer.rpc import member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
-from kvxfer.serving.server import listening, ready_line, serving
+from kvxfer.serving.server import HttpServer, listening, ready_line, serving
 from kvxfer.serving.tls import ServerTls, TlsFiles
 from kvxfer.serving.watching import WatchedFiles
 
@@ -50,7 +53,13 @@ KEYS_POLL_S = 1.0
 Ready = Callable[[dict[str, Any]], None]
 
 
-async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event) -> None:
+ServeSeveral = Callable[..., Awaitable[None]]
+"""Serves with several processes: gets the options, the keys, the token, the listener, ``on_ready`` and ``stop``."""
+
+
+async def serve(
+    options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event, several: ServeSeveral | None = None
+) -> None:
     """Run the router until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it listens.
 
     Raises ConfigError for settings that name no worker and no source of workers, a taken port, a bad token, key or
@@ -68,9 +77,11 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
         token = member_token(options.token_file)
         hide(token)
     async with contextlib.AsyncExitStack() as stack:
-        if options.api_key_file:
-            await stack.enter_async_context(followed_keys(keys, options.api_key_file, "API keys"))
+        await stack.enter_async_context(followed_api_keys(keys, options))
         listener = stack.enter_context(listening(options.host, options.port))
+        if several is not None and options.workers > 1:
+            await several(options, keys, token, listener, on_ready=on_ready, stop=stop)
+            return
         workers = new_workers(options)
         await stack.enter_async_context(following(options, workers, token))
         await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
@@ -78,8 +89,11 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
 
 @contextlib.asynccontextmanager
 async def followed_keys(keys: ApiKeys, path: str, what: str, *, with_limits: bool = True) -> AsyncIterator[ApiKeys]:
-    """Within the block ``keys`` are those of the file, also after it has changed. Raises ConfigError for a file that is
-    wrong at the start; one that is wrong later changes nothing."""
+    """Within the block ``keys`` are those of the file, also after it has changed; none where ``path`` is empty. Raises
+    ConfigError for a file that is wrong at the start; one that is wrong later changes nothing."""
+    if not path:
+        yield keys
+        return
 
     def load() -> None:
         keys.load(path, with_limits=with_limits)
@@ -90,18 +104,51 @@ async def followed_keys(keys: ApiKeys, path: str, what: str, *, with_limits: boo
         yield keys
 
 
+def followed_api_keys(keys: ApiKeys, options: RouterOptions) -> contextlib.AbstractAsyncContextManager[ApiKeys]:
+    """As :func:`followed_keys`, of inference routes."""
+    return followed_keys(keys, options.api_key_file, "API keys")
+
+
+def followed_admin_keys(keys: ApiKeys, options: RouterOptions) -> contextlib.AbstractAsyncContextManager[ApiKeys]:
+    """As :func:`followed_keys`, of admin routes."""
+    return followed_keys(keys, options.admin_key_file, "admin keys", with_limits=False)
+
+
+def cors_of(options: RouterOptions) -> Cors | None:
+    """None where no page of another origin may read answers."""
+    return Cors(options.cors_origin, allows_credentials=options.cors_credentials) if options.cors_origin else None
+
+
 def new_workers(options: RouterOptions) -> Workers:
     """The table of workers that ``options`` ask for, empty."""
-    return Workers(
-        health=HealthOptions(
+    return Workers(**fleet_options(options))
+
+
+def fleet_options(options: RouterOptions) -> dict[str, Any]:
+    """What ``options`` say of the table of workers."""
+    return {
+        "health": HealthOptions(
             failures_to_eject=options.failures_to_eject,
             eject_base_s=options.eject_base_s,
             eject_cap_s=options.eject_cap_s,
             slow_start_s=options.slow_start_s,
         ),
-        allowed=HostList("allow_http_host", options.allow_http_host),
-        make_pool=WorkerPools(options.worker_ca_file, options.worker_cert_file, options.worker_key_file),
-    )
+        "allowed": HostList("allow_http_host", options.allow_http_host),
+        "make_pool": WorkerPools(options.worker_ca_file, options.worker_cert_file, options.worker_key_file),
+    }
+
+
+class Seat(Protocol):
+    """The place of this process in a router of several (`router.group`)."""
+
+    leave_port: Callable[[], None]
+    """Set while the process serves: it accepts no more connections, and closes the listener."""
+
+    def take_part(self, core: RouterCore, door: Door, app: ASGIApp, bodies: Bodies) -> ASGIApp:
+        """Share what is shared. Returns the application to serve."""
+
+    def turn(self, connections: int) -> float:
+        """How long to leave a new connection to the others, where this process has so many."""
 
 
 def server_tls(options: RouterOptions) -> ServerTls | None:
@@ -129,6 +176,7 @@ async def serve_workers(
     *,
     on_ready: Ready,
     stop: asyncio.Event,
+    seat: Seat | None = None,
 ) -> None:
     """Serve HTTP on ``listener`` over ``workers``, which others keep up to date, until ``stop`` is set."""
     sockets = share_now(options.max_connections, legs_each=LEGS_EACH, legs_max=LEGS_EACH * options.max_inflight)
@@ -138,16 +186,16 @@ async def serve_workers(
     tracer = None if exporter is None else Tracer(exporter.offer, share=options.otlp_share)
     core = RouterCore(options, workers, metrics, tracer=tracer)
     bodies = Bodies(options)
-    cors = Cors(options.cors_origin, allows_credentials=options.cors_credentials) if options.cors_origin else None
+    cors = cors_of(options)
     front = Front(core, keys, door, cors)
     admin_keys = ApiKeys()
     admin = AdminAccess(admin_keys, is_loopback(options.host))
-    app = build_app(core, keys, door, front, admin, bodies, cors)
+    app: ASGIApp = build_app(core, keys, door, front, admin, bodies, cors)
+    if seat is not None:
+        app = seat.take_part(core, door, app, bodies)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if options.admin_key_file:
-                path = options.admin_key_file
-                await stack.enter_async_context(followed_keys(admin_keys, path, "admin keys", with_limits=False))
+            await stack.enter_async_context(followed_admin_keys(admin_keys, options))
             tls = server_tls(options)
             if tls is not None:
                 await stack.enter_async_context(tls.watched)
@@ -161,8 +209,11 @@ async def serve_workers(
                     name="kvxfer router http",
                     find_handler=front.find,
                     tls=tls,
+                    turn=None if seat is None else seat.turn,
                 )
             )
+            if seat is not None:
+                seat.leave_port = functools.partial(_leave_port, http, listener)
             try:
                 on_ready(ready_line("router", options.host, listener, scheme="http" if tls is None else "https"))
                 await http.wait_ended(stop.wait())
@@ -175,3 +226,8 @@ async def serve_workers(
         await workers.close()
         if exporter is not None:
             await asyncio.to_thread(exporter.close)
+
+
+def _leave_port(http: HttpServer, listener: socket.socket) -> None:
+    http.stop_accepting()
+    listener.close()

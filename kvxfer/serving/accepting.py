@@ -35,6 +35,11 @@ HANDSHAKE_FAIR_S = 2.0
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
+Turn = Callable[[int], float]
+"""Gets the number of connections of this process, gives the seconds for which a new one is left to other processes that
+accept from the same listener."""
+
+
 class Acceptor:
     """Accepts from ``listener``, which stays the caller's, between :meth:`start` and :meth:`stop`."""
 
@@ -46,10 +51,13 @@ class Acceptor:
         *,
         tls: ServerTls | None = None,
         handshake_timeout_s: float = 10.0,
+        turn: Turn | None = None,
     ) -> None:
         self._listener = listener
         self._connections = connections
         self._new_protocol = new_protocol
+        self._turn = turn
+        self._has_waited = False
         self._loop = asyncio.get_running_loop()
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
@@ -96,7 +104,9 @@ class Acceptor:
             self._loop.remove_reader(self._listener.fileno())
 
     def _on_readable(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        if self._turn is not None and self._leaves_it_to_others(self._turn):
+            return
+        for _ in range(ACCEPTED_AT_ONCE if self._turn is None else 1):
             if not self._has_room():
                 self._pause()  # _make_room, or the connections' on_room, goes on
                 if not self._opening or self._tls is not None:
@@ -117,6 +127,15 @@ class Acceptor:
             task = self._loop.create_task(self._open(accepted))
             self._opening[task] = self._loop.time()
             task.add_done_callback(self._opened)
+
+    def _leaves_it_to_others(self, turn: Turn) -> bool:
+        """Once for each connection: one that is still there afterwards is accepted."""
+        wait_s = 0.0 if self._has_waited else turn(len(self._connections) + len(self._opening))
+        self._has_waited = wait_s > 0
+        if wait_s > 0:
+            self._pause()
+            self._retry = self._loop.call_later(wait_s, self._accept_again)
+        return wait_s > 0
 
     def _has_room(self) -> bool:
         opening = len(self._opening)

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvxfer.errors import ConfigError
-from kvxfer.serving.accepting import Acceptor
+from kvxfer.serving.accepting import Acceptor, Turn
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.connections import Connections
 from kvxfer.serving.exchange import FindHandler
@@ -67,9 +67,11 @@ def ready_line(role: str, host: str, listener: socket.socket, *, scheme: str = "
 class HttpServer:
     """A server that runs."""
 
-    def __init__(self, running: asyncio.Task[None], connections: Connections) -> None:
+    def __init__(self, running: asyncio.Task[None], connections: Connections, acceptor: Acceptor) -> None:
         self._running = running
         self.connections = connections
+        self.stop_accepting = acceptor.stop
+        """Accept no more connections, before the end of the block."""
 
     async def wait_ended(self, *events: Awaitable[object]) -> None:
         """Until the server has ended by itself, which is a failure, or the first of ``events``."""
@@ -92,9 +94,11 @@ async def serving(
     name: str,
     find_handler: FindHandler | None = None,
     tls: ServerTls | None = None,
+    turn: Turn | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve ``app`` on ``listener`` within the block; ``name`` is the task's. A request for which ``find_handler``
-    gives a handler goes to that instead. ``tls``: every connection speaks it.
+    gives a handler goes to that instead. ``tls``: every connection speaks it. ``turn`` is for a listener that other
+    processes have too (`accepting.Turn`).
 
     At the end of the block the server accepts no more connections and refuses unfinished ``bodies``; answers under way
     get STOP_GRACE_S. Raises the error that ended the server.
@@ -124,10 +128,15 @@ async def serving(
         find_handler=find_handler,
     )
     acceptor = Acceptor(
-        listener, connections, lambda: Connection(context), tls=tls, handshake_timeout_s=limits.header_timeout_s
+        listener,
+        connections,
+        lambda: Connection(context),
+        tls=tls,
+        handshake_timeout_s=limits.header_timeout_s,
+        turn=turn,
     )
     running = asyncio.create_task(server.serve(sockets=[]), name=name)
-    http = HttpServer(running, connections)
+    http = HttpServer(running, connections, acceptor)
     try:
         await http.wait_ended(server.listens.wait())
         if running.done():

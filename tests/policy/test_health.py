@@ -347,3 +347,38 @@ def test_health_comes_back_within_a_stated_time_once_all_is_well(random: float, 
     health.succeeded("trial", now_s, random)
     assert now_s - well_s <= OPTIONS.eject_cap_s
     assert health.state(now_s + OPTIONS.slow_start_s + 1e-6) is S.IN
+
+
+steps = st.tuples(st.sampled_from(list(HealthEvent)), st.floats(0.0, 3.0), st.floats(0.0, 0.999))
+
+
+@given(st.lists(steps, max_size=40), st.lists(st.floats(0.0, 20.0), max_size=5))
+def test_health_that_another_process_tells_is_the_same_now_and_later(
+    events: list[tuple[HealthEvent, float, float]], later: list[float]
+) -> None:
+    machine, told = Machine(), WorkerHealth(OPTIONS)
+    for event, wait_s, random in events:
+        machine.now_s += wait_s
+        machine.health.apply(event, machine.now_s, random, reason="why")
+        told.take(machine.health.account(machine.now_s))
+    for wait_s in [0.0, *later]:
+        machine.now_s += wait_s
+        assert told.state(machine.now_s) is machine.state
+        assert told.is_closed(machine.now_s) == machine.is_closed
+        assert told.share(machine.now_s) == machine.health.share(machine.now_s)
+        assert (told.is_plain, told.is_steady) == (machine.health.is_plain, machine.health.is_steady)
+        assert told.failures_in_a_row == machine.health.failures_in_a_row
+        assert (told.ejected_for, told.ejections) == (machine.health.ejected_for, machine.health.ejections)
+
+
+def test_health_trial_in_another_process_closes_a_half_open_worker() -> None:
+    machine, told = Machine(), WorkerHealth(OPTIONS)
+    machine.health.apply(E.REFUSED, machine.now_s, 0.0)
+    machine.now_s += 1.0
+    machine.health.probed(E.PROBE_PASSED, machine.now_s, 0.0)
+    assert machine.health.begin("r", machine.now_s)
+    told.take(machine.health.account(machine.now_s))
+    assert told.is_closed(machine.now_s)
+    machine.health.end("r")
+    told.take(machine.health.account(machine.now_s))
+    assert not told.is_closed(machine.now_s)

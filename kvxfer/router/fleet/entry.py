@@ -22,9 +22,9 @@ class WorkerEntry:
     """``given`` is what the source says; ``worker`` has what the engine says of itself added."""
 
     __slots__ = (
-        *("_skeleton", "capacity", "decode_inflight", "given", "health", "identity", "is_barred", "is_drained"),
-        *("is_suspicion_doubted", "kept", "prefill_inflight", "said", "suspect_is_closed", "trouble", "watchers"),
-        "worker",
+        *("_skeleton", "capacity", "decode_elsewhere", "decode_inflight", "given", "health", "identity", "is_barred"),
+        *("is_drained", "is_suspicion_doubted", "kept", "prefill_elsewhere", "prefill_inflight", "said"),
+        *("suspect_is_closed", "trouble", "watchers", "worker"),
     )
 
     def __init__(self, given: Worker, health: WorkerHealth) -> None:
@@ -32,6 +32,9 @@ class WorkerEntry:
         self.health = health
         self.prefill_inflight = 0
         self.decode_inflight = 0
+        self.prefill_elsewhere = 0
+        """In flight in other processes of this router."""
+        self.decode_elsewhere = 0
         self.watchers: set[Callable[[], None]] = set()
         self.identity: EngineIdentity | None = None
         self.said: EngineLoad | None = None
@@ -52,7 +55,16 @@ class WorkerEntry:
 
     @property
     def inflight(self) -> int:
+        """In this process."""
         return self.prefill_inflight + self.decode_inflight
+
+    @property
+    def inflight_by_part(self) -> dict[str, int]:
+        """In all processes."""
+        return {
+            Part.PREFILL.value: self.prefill_inflight + self.prefill_elsewhere,
+            Part.DECODE.value: self.decode_inflight + self.decode_elsewhere,
+        }
 
     @property
     def has_model(self) -> bool:
@@ -109,6 +121,11 @@ class WorkerEntry:
             self.decode_inflight += count
         self.kept = None
 
+    def hear(self, prefill: int, decode: int) -> None:
+        """So many requests are in flight in other processes."""
+        self.prefill_elsewhere, self.decode_elsewhere = prefill, decode
+        self.kept = None
+
     def is_closed(self, now_s: float) -> bool:
         """Whether it is tried last."""
         return self.suspect_is_closed or (not self.health.is_steady and self.health.is_closed(now_s))
@@ -120,8 +137,8 @@ class WorkerEntry:
         made = object.__new__(Candidate)
         fields = made.__dict__
         fields.update(self._skeleton)
-        fields["prefill_inflight"] = self.prefill_inflight
-        fields["decode_inflight"] = self.decode_inflight
+        fields["prefill_inflight"] = self.prefill_inflight + self.prefill_elsewhere
+        fields["decode_inflight"] = self.decode_inflight + self.decode_elsewhere
         if self.suspect_is_closed:
             fields["is_last_choice"] = True
         if not health.is_steady:
@@ -162,7 +179,7 @@ class WorkerEntry:
             },
             "trouble": self.trouble,
             "load": dataclasses.asdict(member.load),
-            "inflight": {Part.PREFILL.value: self.prefill_inflight, Part.DECODE.value: self.decode_inflight},
+            "inflight": self.inflight_by_part,
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvxfer.errors import InvalidArgumentError, LimitExceededError, NoWorkerError
@@ -27,6 +27,7 @@ from kvxfer.policy.health import (
 from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
 from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.protocol.http_url import HostList, HttpUrl
+from kvxfer.router.fleet.board import LoadBoard
 from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.members import workers_of
@@ -55,8 +56,10 @@ class Workers:
         make_pool: Callable[..., UpstreamPool] = UpstreamPool,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
+        board: LoadBoard | None = None,
     ) -> None:
         self._options = health or HealthOptions()
+        self._board = board
         self._allowed = allowed or HostList("allow_http_host", ())
         self._now = now
         self._draw = draw
@@ -80,6 +83,8 @@ class Workers:
         self.counters = FleetCounters()
         self.on_probe_due: Callable[[], None] | None = None
         """Called when a worker is to be probed sooner than usual."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when something else than the requests in flight has changed."""
 
     # Where workers come from.
 
@@ -131,27 +136,32 @@ class Workers:
         for entry in found:
             entry.is_drained = on
             entry.refresh()
-        self._candidates = None
+        self._stale()
         return bool(found)
 
     def _join(self) -> None:
         """Take the roster's list."""
+        self._take(self._roster.listed)
+
+    def _take(self, listed: Mapping[AgentRef, Worker]) -> None:
         before = self._entries
         entries: dict[AgentRef, WorkerEntry] = {}
-        for ref, worker in self._roster.listed.items():
+        for ref, worker in listed.items():
             entries[ref] = self._entry(before.get(ref) or self._leaving.pop(ref, None), worker)
         self._entries = entries
         self._weigh_suspicions()
         for ref in before.keys() - self._entries.keys():
             self._leave(before[ref])
         self._pools.retire({entry.worker.url for entry in before.values()} - self._urls())
+        if self._board is not None:
+            self._board.again()
         self._changed()
         if self.on_probe_due is not None and before.keys() != entries.keys():
             self.on_probe_due()
 
     def _entry(self, entry: WorkerEntry | None, worker: Worker) -> WorkerEntry:
         if entry is None:
-            entry = WorkerEntry(worker, WorkerHealth(self._options))
+            entry = WorkerEntry(worker, self._new_health(worker))
             entry.is_barred = self._is_barred(worker)
         elif entry.given != worker:
             is_moved = entry.given.url != worker.url
@@ -163,6 +173,9 @@ class Workers:
         entry.is_drained = worker.agent_id in self._drained
         entry.refresh()
         return entry
+
+    def _new_health(self, worker: Worker) -> WorkerHealth:
+        return WorkerHealth(self._options)
 
     def _is_barred(self, worker: Worker) -> bool:
         """Its source looked at the address; no request follows one that is wrong all the same."""
@@ -189,7 +202,7 @@ class Workers:
             if (entry.is_suspicion_doubted, entry.suspect_is_closed) != (is_doubted, is_closed):
                 entry.is_suspicion_doubted, entry.suspect_is_closed = is_doubted, is_closed
                 entry.refresh()
-        self._candidates = None
+        self._stale()
 
     def _leave(self, entry: WorkerEntry) -> None:
         ref = entry.worker.ref
@@ -210,6 +223,8 @@ class Workers:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The frozen snapshot for one placement."""
+        if self._board is not None:
+            self._hear(self._board)
         kept = self._candidates
         if kept is not None and not self._has_unsteady:
             return kept
@@ -243,13 +258,25 @@ class Workers:
         entry = self._known(ref)
         claim = WorkerClaim(entry, part, request_id, self._now(), self._released)
         self._candidates = None
+        if self._board is not None:
+            self._board.show(ref, entry.prefill_inflight, entry.decode_inflight)
         return claim
 
     def _released(self, entry: WorkerEntry) -> None:
         self._candidates = None
+        if self._board is not None:
+            self._board.show(entry.worker.ref, entry.prefill_inflight, entry.decode_inflight)
         if self._leaving and not entry.inflight:
             self._leaving.pop(entry.worker.ref, None)
         self.sweep()
+
+    def _hear(self, board: LoadBoard) -> None:
+        """Take what other processes have in flight."""
+        for ref, prefill, decode in board.changed():
+            entry = self._entries.get(ref) or self._leaving.get(ref)
+            if entry is not None:
+                entry.hear(prefill, decode)
+                self._candidates = None
 
     def watch(self, ref: AgentRef, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called when the coordinator says that this very incarnation has ended: at once, within
@@ -338,7 +365,7 @@ class Workers:
         entry.identity = entry.identity if identity is None else identity
         entry.said = entry.said if said is None else said
         entry.refresh()
-        self._candidates = None
+        self._stale()
         if identity is not None or not had_model:
             self._changed()
 
@@ -355,14 +382,19 @@ class Workers:
 
     def _changed_one(self, entry: WorkerEntry) -> None:
         entry.changed()
-        self._candidates = None
         self._has_unsteady = self._has_unsteady or not entry.health.is_steady
+        self._stale()
+
+    def _stale(self) -> None:
+        self._candidates = None
+        if self.on_change is not None:
+            self.on_change()
 
     def _changed(self) -> None:
         self._models = None
         self._offered = tuple(entry for entry in self._entries.values() if entry.is_offered)
         self._has_unsteady = not all(entry.health.is_steady for entry in self._offered)
-        self._candidates = None
+        self._stale()
 
     # What operators ask.
 
@@ -394,10 +426,12 @@ class Workers:
 
     def inflight(self) -> dict[tuple[str, str], int]:
         """Requests in flight by (agent id, part); known workers are listed with 0 as well."""
+        if self._board is not None:
+            self._hear(self._board)
         counts: dict[tuple[str, str], int] = {}
         for entry in (*self._entries.values(), *self._leaving.values()):
-            for part, count in ((Part.PREFILL, entry.prefill_inflight), (Part.DECODE, entry.decode_inflight)):
-                key = (entry.worker.agent_id, part.value)
+            for part, count in entry.inflight_by_part.items():
+                key = (entry.worker.agent_id, part)
                 counts[key] = counts.get(key, 0) + count
         return counts
 
@@ -431,7 +465,7 @@ class Workers:
             ejected=sum(
                 not entry.health.is_steady and entry.health.is_closed(now_s) for entry in self._entries.values()
             ),
-            inflight=sum(entry.inflight for entry in (*self._entries.values(), *self._leaving.values())),
+            inflight=sum(self.inflight().values()),
             states={state.value: states.count(state.value) for state in HealthState},
             without_model=len(self.without_model()),
             drained=sum(entry.is_drained for entry in self._entries.values()),

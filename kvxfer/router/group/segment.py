@@ -1,0 +1,140 @@
+"""Counts that all processes of one router share: a segment of memory with one row for each process.
+
+::
+
+            | inside | connections | serving | -  | worker 0: prefill, decode | worker 1: prefill, decode | ...
+    row 0   |   12   |     40      |    1    |    |     2          10         |     0           0         |
+    row 1   |   ...
+
+Each cell is an aligned 64-bit number that one process alone writes, whole, in one store, from a count that it keeps
+itself. So no reader sees half a number, no two writers meet, and nothing needs a lock. A reader adds up the other
+rows. The leader empties the row of a process that it has seen end, before it gives that row to another.
+
+The memory has no name: it is a memfd, which children inherit. Decides where a number is; it must never know why.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.types import AgentRef
+
+INSIDE, CONNECTIONS, SERVING = 0, 1, 2
+HEADER = 8
+"""Cells before the first seat: one cache line."""
+SEATS = 16384
+"""Workers whose load is shared. One beyond them is counted by each process for itself."""
+_CELL = 8
+_UNSEEN = -1
+_ROW_CELLS = HEADER + 2 * SEATS
+
+Cells = npt.NDArray[np.int64]
+
+
+class SharedCounts:
+    """The memory, of ``rows`` processes. ``close`` lets the descriptor go; the mapping lasts as long as the object."""
+
+    def __init__(self, descriptor: int, rows: int) -> None:
+        self.descriptor = descriptor
+        size = rows * _ROW_CELLS * _CELL
+        if os.fstat(descriptor).st_size != size:
+            raise InvalidArgumentError(f"the shared memory is not that of {rows} processes")
+        self._memory = mmap.mmap(descriptor, size)
+        self.table: Cells = np.frombuffer(self._memory, dtype=np.int64).reshape(rows, _ROW_CELLS)
+
+    @classmethod
+    def make(cls, rows: int) -> SharedCounts:
+        """New memory, all zero, that no process can open by a name, and whose size stays."""
+        descriptor = os.memfd_create("kvxfer-router", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, rows * _ROW_CELLS * _CELL)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(descriptor, rows)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def clear(self, row: int) -> None:
+        """The process that wrote this row has ended."""
+        self.table[row] = 0
+
+    def inflight(self, seat: int) -> int:
+        """Of all processes, at one worker."""
+        at = HEADER + 2 * seat
+        return int(self.table[:, at : at + 2].sum())
+
+
+class SharedBoard:
+    """A `LoadBoard` over a segment. ``row`` is this process's own; the leader, which serves no request, has none."""
+
+    def __init__(self, segment: SharedCounts, row: int | None) -> None:
+        self._table = segment.table
+        self._row: Cells | None = None if row is None else segment.table[row]
+        self._others = [index for index in range(len(segment.table)) if index != row]
+        self._seats: dict[AgentRef, int] = {}
+        self._refs: list[AgentRef | None] = []
+        self._seen: Cells = np.zeros(0, dtype=np.int64)
+
+    def seat(self, ref: AgentRef, seat: int) -> None:
+        """That worker's counts are there from now on."""
+        if self._seats.get(ref) == seat:
+            return
+        if not 0 <= seat < SEATS:
+            raise InvalidArgumentError(f"seat {seat} is not one of {SEATS}")
+        self._seats[ref] = seat
+        more = seat + 1 - len(self._refs)
+        if more > 0:
+            self._refs += [None] * more
+            self._seen = np.concatenate((self._seen, np.zeros(2 * more, dtype=np.int64)))
+        self._refs[seat] = ref
+        self._seen[2 * seat : 2 * seat + 2] = _UNSEEN
+
+    def unseat(self, ref: AgentRef) -> None:
+        """Nothing is counted of that worker any more, in no process."""
+        seat = self._seats.pop(ref, None)
+        if seat is not None:
+            self._refs[seat] = None
+
+    def show(self, ref: AgentRef, prefill: int, decode: int) -> None:
+        seat = self._seats.get(ref)
+        if seat is not None and self._row is not None:
+            at = HEADER + 2 * seat
+            self._row[at] = prefill
+            self._row[at + 1] = decode
+
+    def again(self) -> None:
+        self._seen[:] = _UNSEEN
+
+    def changed(self) -> Iterable[tuple[AgentRef, int, int]]:
+        used = len(self._seen)
+        now = self._table[:, HEADER : HEADER + used].sum(axis=0)
+        if self._row is not None:
+            now -= self._row[HEADER : HEADER + used]
+        differs = now != self._seen
+        if not differs.any():
+            return ()
+        self._seen = now
+        found = []
+        for seat in dict.fromkeys((np.flatnonzero(differs) // 2).tolist()):
+            ref = self._refs[seat]
+            if ref is not None:
+                found.append((ref, int(now[2 * seat]), int(now[2 * seat + 1])))
+        return found
+
+    # Of the process itself.
+
+    def show_self(self, cell: int, value: int) -> None:
+        """One of INSIDE, CONNECTIONS, SERVING."""
+        if self._row is not None:
+            self._row[cell] = value
+
+    def elsewhere(self, cell: int) -> list[int]:
+        """That cell of every other process that serves."""
+        rows = self._table
+        return [int(rows[index, cell]) for index in self._others if rows[index, SERVING]]
