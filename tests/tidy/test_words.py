@@ -54,9 +54,10 @@ ROOMS = (
 """Folders and files whose code is looked at too: names, comments, docstrings, texts."""
 TRAVELS = (
     *('"lives"', '"cards"', "kvxfer.lives", "kvxfer.cards", '"card"', '"Card"'),
+    '"gridPos"',
     *('b"kvxfer introduction key v1"', 'b"kvxfer introduction v1', '"introductions":', '"hold_life_max_s":'),
 )
-"""What other processes or versions read or write, old keys that are refused."""
+"""What other processes, versions or programs read or write, old keys that are refused."""
 RETIRED_LEFT: dict[str, list[str]] = {}
 """Pages that still have some of them, by pattern."""
 
