@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from tests.support.one_process import MODEL, OneProcess, one_process
-
-anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
 
 MESSAGES: Any = [{"role": "user", "content": "Say something long."}]
 

@@ -14,7 +14,6 @@ PROGRAM = pathlib.Path(sys.executable).with_name("schemathesis")
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(not PROGRAM.exists(), reason="the schemathesis package is not installed"),
     pytest.mark.timeout(1800),
 ]
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
