@@ -73,6 +73,8 @@ class Candidate:
     """Of the work that it would get otherwise: less in a slow start, and the less the worse where it is ejected."""
     is_alone: bool = False
     """Whether its engine always computes the prompt itself, and none for another."""
+    needs_prefill: bool = False
+    """Whether its engine never computes a prompt itself, and refuses what comes without one that was."""
     aliases: frozenset[str] = frozenset()
     """Other names of models that it serves."""
 
@@ -189,6 +191,7 @@ def place(
     sizes: Sizes = UNKNOWN,
     wants_remote_prefill: bool = True,
     allows_local_prefill: bool = True,
+    has_answer: bool = True,
     excluded: frozenset[str] = frozenset(),
     avoided: frozenset[str] = frozenset(),
     cost_between: Callable[[Member, Member], float] = transfer_cost,
@@ -196,6 +199,7 @@ def place(
 ) -> Placement:
     """Choose the pair for one request.
 
+    ``has_answer``: whether tokens are generated; what needs none, as counting tokens, any decoder does alone.
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as a last choice.
     ``ejected_pairs`` (prefill, decode) are taken only where the decoder must not compute the prompt itself and there is
     no other pair.
@@ -220,9 +224,13 @@ def place(
     decoders = [c for c in decoders if not c.is_last_choice] or decoders
     decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
+    lone = [c for c in decoders if not c.needs_prefill] if has_answer else decoders  # those that may compute the prompt
+    allows_local_prefill = allows_local_prefill and bool(lone)
     if not wants_remote_prefill and allows_local_prefill:
-        return Placement(None, decoders[0].member, PlaceReason.NOT_WANTED)
+        return Placement(None, lone[0].member, PlaceReason.NOT_WANTED)
     alone = next((c for c in decoders if c.is_alone), None)
+    if not wants_remote_prefill and alone is not None:
+        return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
 
     prefillers = [c for c in usable if c.member.info.role.can_prefill and not c.is_alone]
     known_prefillers = [c for c in known if c.member.info.role.can_prefill and not c.is_alone]
@@ -233,7 +241,7 @@ def place(
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
     if prefillers and all(c.is_last_choice for c in prefillers) and allows_local_prefill:
-        return Placement(None, decoders[0].member, PlaceReason.PREFILL_EJECTED)
+        return Placement(None, lone[0].member, PlaceReason.PREFILL_EJECTED)
     prefillers = [c for c in prefillers if not c.is_last_choice] or prefillers
     prefillers = [c for c in prefillers if can_prefill(c, sizes.likely)] or prefillers
     prefillers = _by_cost(prefillers, prefill_cost, tie_break // max(1, len(decoders)))
@@ -251,8 +259,9 @@ def place(
     if not allows_local_prefill:
         if known_prefillers and not able_prefillers:
             raise _does_not_fit(known_prefillers, model, sizes.need)
-        raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and local prefill is off")
-    return Placement(None, decoders[0].member, local_reason)
+        why = "local prefill is off" if lone else "no decode worker computes a prompt itself"
+        raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and {why}")
+    return Placement(None, lone[0].member, local_reason)
 
 
 def can_prefill(candidate: Candidate, need: Need) -> bool:

@@ -93,6 +93,8 @@ class Dispatcher:
                     if course.last is None:
                         raise _request_error(error, inbound) from None
                     break
+                if placement.prefill is not None and not self._has_tries(course):
+                    break  # it was to be tried without P, and no decode worker can do that
                 if course.last is not None and not await self._begin_retry(course, placement):
                     break
                 core.metrics.placed(placement.reason.value)
@@ -141,7 +143,10 @@ class Dispatcher:
     def _may_try_again(self, course: _Course) -> bool:
         """A failure for size is not counted: that worker is not asked again. And where only P failed, D may still
         compute the prompt."""
-        return course.failures < self._core.options.attempts_max or course.last_is_of_size or self._goes_alone(course)
+        return self._has_tries(course) or self._goes_alone(course)
+
+    def _has_tries(self, course: _Course) -> bool:
+        return course.failures < self._core.options.attempts_max or course.last_is_of_size
 
     def _goes_alone(self, course: _Course) -> bool:
         """Whether D is to compute the prompt since P failed often enough, or for the last time."""
@@ -175,22 +180,24 @@ class Dispatcher:
             decoder = self._core.workers.worker(placement.decode.ref)
             field = dialect(decoder.dialect).refuses_split(inbound)
             if field is not None:
-                if not self._core.options.allows_local_prefill:
+                placement = self._choose(inbound, course, splits=False)
+                if placement.prefill is not None:
+                    is_off = not self._core.options.allows_local_prefill
+                    why = "local_prefill is off, so that no decode worker may" if is_off else "no decode worker can"
                     raise RequestError(
-                        f"{field}: a prefill worker and a decode worker cannot share this request, and local_prefill "
-                        "is off, so that no decode worker may compute the prompt itself",
+                        f"{field}: a prefill worker and a decode worker cannot share this request, and {why} compute "
+                        "the prompt itself",
                         param=field,
                     )
                 record.alone_for = b"field:" + field.encode()
-                placement = self._choose(inbound, course, splits=False)
         was_lost = course.last_failed_at is Part.PREFILL and splits and placement.prefill is None
-        if goes_alone or was_lost:
+        if placement.prefill is None and (goes_alone or was_lost):
             agent_id = placement.decode.ref.agent_id
             if not self._core.may_recompute(agent_id):
                 self._core.metrics.recompute_refused(agent_id)
                 raise NoWorkerError("the prefill worker was lost, and this decode worker has computed enough prompts")
             self._core.metrics.recomputed(agent_id)
-        if goes_alone:
+        if placement.prefill is None and goes_alone:
             return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
         return placement
 
@@ -203,6 +210,7 @@ class Dispatcher:
             sizes=course.sizes(),
             wants_remote_prefill=splits,
             allows_local_prefill=self._core.options.allows_local_prefill,
+            has_answer=inbound.api.generates,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
             cost_between=course.cost_between(),

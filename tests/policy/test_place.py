@@ -186,6 +186,22 @@ def test_reasons() -> None:
         chosen_pair(mine, other, allows_local_prefill=False)
 
 
+def test_a_decoder_that_computes_no_prompt_gets_none_to_compute() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, needs_prefill=True)
+    lone = worker("e", Role.BOTH, is_alone=True, decode_inflight=9)
+    able = worker("f", Role.DECODE, decode_inflight=9)
+    assert chosen_pair(p, d, wants_remote_prefill=False) == ("p", "d", PlaceReason.REMOTE)
+    assert chosen_pair(p, d, lone, wants_remote_prefill=False) == (None, "e", PlaceReason.NOT_WANTED)
+    assert chosen_pair(p, d, able, wants_remote_prefill=False) == (None, "f", PlaceReason.NOT_WANTED)
+    last = dataclasses.replace(p, is_last_choice=True)
+    assert chosen_pair(last, d) == ("p", "d", PlaceReason.REMOTE)
+    assert chosen_pair(last, d, able) == (None, "f", PlaceReason.PREFILL_EJECTED)
+    assert chosen_pair(d, able) == (None, "f", PlaceReason.NO_PREFILL_WORKER)
+    with pytest.raises(NoWorkerError, match="no decode worker computes a prompt itself"):
+        chosen_pair(d)
+    assert chosen_pair(d, wants_remote_prefill=False, has_answer=False) == (None, "d", PlaceReason.NOT_WANTED)
+
+
 def test_a_pair_is_not_made_while_one_does_not_know_its_weights() -> None:
     def engine(name: str, role: Role, weights: str, **changes: Any) -> Candidate:
         return worker(name, role, pools=(pool(weights_fingerprint=weights, **changes),))
