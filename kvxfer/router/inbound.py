@@ -37,7 +37,7 @@ _NO_PROMPT = PromptSize(0)
 @dataclasses.dataclass(frozen=True)
 class Inbound:
     """``scan`` holds the client's own body as it came; every leg gets ``leg_headers``. ``model`` is empty where the
-    route need not name one."""
+    route need not name one. ``stream``: whether the answer is to be one; a route that generates nothing has none."""
 
     api: Api
     scan: Scan
@@ -74,7 +74,7 @@ class Inbound:
             api=api,
             scan=scan,
             model=_model(api, scan),
-            stream=_stream(scan),
+            stream=_stream(scan) and api.generates,
             prompt_field=field,
             size=size,
             many_field=_many_field(api, scan, nested),

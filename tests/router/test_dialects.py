@@ -97,3 +97,25 @@ async def test_of_engines_behind_one_address_the_leg_names_the_one_that_was_chos
         router.workers.update(Membership(3, (alone, engines[1])))  # it has its address for itself
         await router.complete()
         assert "x-data-parallel-rank" not in fakes[shared].received[-1].headers
+
+
+async def test_a_decode_worker_of_sglang_is_never_asked_to_compute_a_prompt() -> None:
+    """It would refuse that as the client's own mistake."""
+    p, d = FakeWorker("p", Role.PREFILL, dialect="sglang"), FakeWorker("d", Role.DECODE, dialect="sglang")
+    async with router_over(d) as router:
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert "no decode worker computes a prompt itself" in answer.json()["error"]["message"]
+        assert (await router.client.post("/tokenize", json={"model": "tiny", "prompt": "x"})).status_code == 200
+    async with router_over(p, d, min_remote_prefill_tokens=1000) as router:
+        assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"
+        refused = await router.complete(n=2)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    assert [one.path for one in d.received if one.path != "/v1/completions"] == ["/tokenize"]
+
+
+async def test_a_stream_of_a_route_that_generates_nothing_is_not_looked_for() -> None:
+    d = FakeWorker("d0", Role.BOTH)
+    async with router_over(d) as router:
+        answer = await router.client.post("/v1/embeddings", json={"model": "tiny", "input": "x", "stream": True})
+        assert answer.status_code == 200

@@ -195,7 +195,7 @@ class FakeWorker:
             usage = {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens or 0}
             body = {"object": "kvxfer.prefill", "usage": usage, "timings": timings}
             await self._json(send, 200, body)
-        elif request.body.get("stream"):
+        elif request.body.get("stream") and request.path != "/v1/embeddings":
             await self._stream(request, send)
         else:
             if self.cut_after is not None:
