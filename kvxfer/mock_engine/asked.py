@@ -241,5 +241,5 @@ def read_generate(body: dict[str, Any], options: MockEngineOptions) -> AskedAnsw
         128,
         stops=_strings(params, "stop"),
         logprobs=0 if body.get("return_logprob") else None,
-        is_batch=is_batch or (params.get("n") or 1) > 1,
+        is_batch=is_batch or (_number(params, "n", 1) or 1) > 1,
     )

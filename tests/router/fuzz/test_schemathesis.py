@@ -24,7 +24,7 @@ def test_the_served_document_says_what_the_router_answers(
     roles: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """``/ready`` is left out: it says 503 of a model that is not there."""
-    with one_process(*roles, failures_to_eject=100_000) as there:
+    with one_process(*roles, failures_to_eject=1000) as there:
         command = [
             *(str(PROGRAM), "run", f"{there.url}/openapi.json", f"--checks={CHECKS}", "--no-color", "--warnings=off"),
             *("--max-examples=100", "--seed=1", "--exclude-path=/ready", "--phases=examples,coverage,fuzzing"),
