@@ -123,6 +123,9 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, not {level!r}")
     if style not in STYLES:
         raise ConfigError(f"log style must be one of {', '.join(STYLES)}, not {style!r}")
+    # What neither style shows is not looked for; the first is the way that the documentation of `logging` names.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     root = logging.getLogger()

@@ -48,6 +48,16 @@ class Event:
             raise ProtocolError("event data is not JSON") from None
 
 
+def _is_one_line(chunk: bytes) -> bool:
+    """Whether it is one whole event, of one line of data."""
+    return (
+        chunk.startswith(b"data: ")
+        and chunk.endswith(b"\n\n")
+        and chunk.find(b"\n") == len(chunk) - 2
+        and b"\r" not in chunk
+    )
+
+
 class EventDecoder:
     """Incremental splitter: bytes in, whole events out. Lines end with LF, CRLF or CR."""
 
@@ -70,6 +80,8 @@ class EventDecoder:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes, return the events they complete; raise ProtocolError if one grows past its bound."""
+        if not self._buffer and _is_one_line(chunk) and len(chunk) <= self._event_bytes_max:
+            return [Event(raw=chunk, data=chunk[6:-2])]  # as engines send most of them
         self._buffer += chunk
         events: list[Event] = []
         while (line := self._next_line()) is not None:
