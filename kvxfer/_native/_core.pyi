@@ -1847,6 +1847,19 @@ class JsonFields:
 def check_json(text: bytes) -> None:
     """Raises InvalidArgumentError unless `text` is one JSON value."""
 
+class EventChunks:
+    """
+    Finds out whether bytes of a chunked HTTP/1.1 body can be passed on as they came. Marks are prepared once.
+    """
+
+    def __init__(self, marks: Sequence[bytes]) -> None: ...
+
+    def body_bytes(self, data: bytes) -> int:
+        """
+        How many bytes of body `data` has, where it is whole chunks of whole events in which no mark occurs; otherwise 0. The last
+        chunk, of size 0, and chunk extensions are never among them.
+        """
+
 JSON_DEPTH_MAX: int = 512
 
 JSON_MEMBERS_MAX: int = 1024

@@ -1,9 +1,10 @@
-// The JSON scanner as Python sees it. A scan keeps the bytes that it is of, and makes Python objects of what is asked for only.
+// The JSON scanner, and that of chunked streams, as Python sees them. A JSON scan keeps the bytes that it is of, and makes Python objects of what is asked for only.
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
 
 #include "bind_casters.hpp"
+#include "scan/chunks.hpp"
 #include "scan/scan.hpp"
 
 namespace kvxfer {
@@ -43,6 +44,10 @@ nb::object number_of(const std::string& text) {
   if (number == nullptr || PyErr_Occurred() != nullptr) throw nb::python_error();
   return nb::steal(number);
 }
+
+struct EventChunks {
+  std::vector<std::string> marks;
+};
 
 class PyJsonScan {
  public:
@@ -159,6 +164,20 @@ void bind_scan(nb::module_& m) {
           const JsonFault fault = check_value(view(text));
           if (fault.what != nullptr) raise("InvalidArgumentError", std::string("not a JSON value: ") + fault.what, std::nullopt);
         }, nb::arg("text"), "Raises InvalidArgumentError unless `text` is one JSON value.");
+  nb::class_<EventChunks>(m, "EventChunks", "Finds out whether bytes of a chunked HTTP/1.1 body can be passed on as they came. Marks are prepared once.")
+      .def("__init__",
+           [](EventChunks* self, const std::vector<nb::bytes>& marks) {
+             std::vector<std::string> texts;
+             for (const nb::bytes& mark : marks) {
+               if (mark.size() == 0) raise("InvalidArgumentError", "an empty mark occurs everywhere", std::nullopt);
+               texts.emplace_back(view(mark));
+             }
+             new (self) EventChunks{std::move(texts)};
+           },
+           nb::arg("marks"))
+      .def("body_bytes", [](const EventChunks& self, nb::bytes data) { return whole_event_bytes(view(data), self.marks); }, nb::arg("data"),
+           "How many bytes of body `data` has, where it is whole chunks of whole events in which no mark occurs; otherwise 0. The last\n"
+           "chunk, of size 0, and chunk extensions are never among them.");
   m.attr("JSON_DEPTH_MAX") = kDepthMax;
   m.attr("JSON_MEMBERS_MAX") = kMembersMax;
   m.attr("JSON_INTEGER_DIGITS_MAX") = kIntegerDigitsMax;

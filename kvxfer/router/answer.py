@@ -45,6 +45,8 @@ class ClientAnswer:
         self.retry_after_s = 1
         self.write: Callable[[bytes], None] = exchange.write
         """Bytes of whole events. The exchange's own: it is called for each piece of a stream."""
+        self.chunk_writer = exchange.chunk_writer
+        """The same for whole chunks of HTTP/1.1, where the answer has such."""
         self.status = 0
         self.bytes_written = 0
         """Of a whole body. What a stream has is for its writer to count here."""

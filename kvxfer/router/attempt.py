@@ -231,13 +231,14 @@ class Attempt:
                 inbound.api.style,
                 begin=self._begin_stream,
                 write=self._answer.write,
+                write_chunks=self._answer.chunk_writer,
                 edit=self._edit,
                 edit_marks=MARKS if self._record.usage is None else (*MARKS, *USAGE_MARKS),
             )
             self._relay = relay
             self._answer.throttle(response.pause, response.resume)
             with failure.of_upstream(Part.DECODE):
-                await response.pipe(relay.feed)
+                await response.pipe(relay.feed, relay.take)
             if relay.is_waiting:
                 await self._hear_prefill()
                 relay.go_on(at_last=True)

@@ -8,8 +8,10 @@ HTTP.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from kvxfer._native import _core
 from kvxfer.errors import ProtocolError
 from kvxfer.openai.sse import Event, EventDecoder
 from kvxfer.router import failure
@@ -21,11 +23,17 @@ HELD_EVENTS_MAX = 64
 WHAT = "decode"
 
 
+@functools.lru_cache(maxsize=64)
+def _chunks_without(marks: tuple[bytes, ...]) -> _core.EventChunks:
+    return _core.EventChunks(marks)
+
+
 class StreamRelay:
     """Of one attempt: :meth:`feed` takes what the worker sends, :meth:`end` its end.
 
-    ``begin`` is called before the first ``write``. ``edit`` gives the bytes of an event that has one of ``edit_marks``,
-    or None where it cannot yet: then that event and those after it wait for :meth:`go_on`.
+    ``begin`` is called before the first ``write``. ``write_chunks`` gives what writes chunks of HTTP/1.1, frames
+    included, or None where the client's answer is framed otherwise. ``edit`` gives the bytes of an event that has one
+    of ``edit_marks``, or None where it cannot yet: then that event and those after it wait for :meth:`go_on`.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class StreamRelay:
         *,
         begin: Callable[[], None],
         write: Callable[[bytes], None],
+        write_chunks: Callable[[], Callable[[bytes], None] | None] = lambda: None,
         edit: Callable[[Event], bytes | None],
         edit_marks: tuple[bytes, ...],
     ) -> None:
@@ -43,6 +52,10 @@ class StreamRelay:
         self._edit = edit
         self._edit_marks = edit_marks
         self._marks = (*style.END_MARKS, *edit_marks)
+        self._chunks = _chunks_without(self._marks)
+        self._write_chunks: Callable[[bytes], None] | None = None
+        """Set while bytes may pass unread."""
+        self._find_write_chunks = write_chunks
         self._decoder = EventDecoder()
         self._held: list[Event] = []
         self._waiting: list[Event] = []
@@ -67,17 +80,35 @@ class StreamRelay:
         """Whether an event waits for :meth:`go_on`."""
         return bool(self._waiting)
 
+    def take(self, data: bytes) -> int:
+        """Pass on chunks of HTTP/1.1 as they are, where they are whole, of whole events, and nothing in them has to be
+        looked at. Returns how many bytes of body they have; 0 where they are for :meth:`feed`."""
+        write = self._write_chunks
+        if write is None:
+            return 0
+        size = self._chunks.body_bytes(data)
+        if size:
+            self.bytes_passed += size
+            write(data)
+        return size
+
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes. Raises LegFailed for a failure before the first event that was passed on, and for bytes
         that are no events."""
-        if self._has_begun and not self._waiting and chunk.endswith(b"\n\n") and self._decoder.is_empty:
-            for mark in self._marks:
-                if mark in chunk:
-                    break
-            else:
-                self.bytes_passed += len(chunk)
-                self._write(chunk)
-                return
+        self._write_chunks = None
+        if self._passes_unread and chunk.endswith(b"\n\n") and not any(mark in chunk for mark in self._marks):
+            self.bytes_passed += len(chunk)
+            self._write(chunk)
+        else:
+            self._look_at(chunk)
+        if self._passes_unread:
+            self._write_chunks = self._find_write_chunks()
+
+    @property
+    def _passes_unread(self) -> bool:
+        return self._has_begun and not self._waiting and self._decoder.is_empty
+
+    def _look_at(self, chunk: bytes) -> None:
         try:
             events = self._decoder.feed(chunk)
         except ProtocolError as error:

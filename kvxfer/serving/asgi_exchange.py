@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -114,6 +115,9 @@ class AsgiExchange(ExchangeBase):
         if self._pending_bytes > PENDING_BYTES_MAX and not self.is_paused:
             self._caught_up.clear()
             self.pause_if_paused()
+
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        return None
 
     def end(self) -> None:
         if self.is_over or not self.is_started:

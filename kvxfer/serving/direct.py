@@ -111,6 +111,16 @@ class DirectExchange(ExchangeBase):
             chunk, self._head = self._head + chunk, b""
         self._write(chunk)
 
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        return self._write_framed if self._is_chunked else None
+
+    def _write_framed(self, chunks: bytes) -> None:
+        if self.is_ended or self.is_gone:
+            return
+        if self._head:
+            chunks, self._head = self._head + chunks, b""
+        self._write(chunks)
+
     def end(self) -> None:
         if self.is_over or not self.is_started:
             return

@@ -76,6 +76,10 @@ class ClientExchange(Protocol):
     def write(self, chunk: bytes) -> None:
         """Some of the body; an empty ``chunk`` does nothing."""
 
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """As ``write``, for chunks of HTTP/1.1, frames included (not the last one, of size 0). None where this answer
+        is not sent in chunks, or not by this server itself."""
+
     def end(self) -> None:
         """The answer is whole."""
 

@@ -171,6 +171,9 @@ class UpstreamConnection(asyncio.Protocol):
             return
         parser = self._parser
         try:
+            if parser.is_between_chunks and response.take is not None and (size := response.take(data)):
+                parser.passed(size)
+                return
             parser.feed(data)
         except ProtocolError as error:
             if self._response is response:

@@ -34,6 +34,8 @@ class AnswerParser:
             "_head_bytes",
             "_interims",
             "_is_bodyless",
+            "_is_chunked",
+            "_is_in_chunk",
             "_is_interim",
             "_is_spent",
             "_is_until_close",
@@ -42,7 +44,7 @@ class AnswerParser:
             "_pieces",
         ),
         *("_silent_bytes", "_tail", "_to_head", "body_bytes", "emit", "headers", "is_clean", "keeps_alive", "stage"),
-        "status",
+        *("is_between_chunks", "status"),
     )
 
     def __init__(self, limits: UpstreamLimits) -> None:
@@ -51,6 +53,8 @@ class AnswerParser:
         self._is_spent = True
         self.stage = COMPLETE
         self.emit: Emit = discard
+        self.is_between_chunks = False
+        """Whether the next byte begins a chunk of the body. Whole chunks may then be taken as they came (`passed`)."""
 
     def begin(self, emit: Emit, *, to_head: bool) -> None:
         """The next bytes are the answer to a request that was sent, to HEAD where ``to_head``."""
@@ -71,6 +75,7 @@ class AnswerParser:
         self._interims = 0
         self._silent_bytes = 0
         self._is_interim = self._is_until_close = self._is_bodyless = False
+        self._is_chunked = self._is_in_chunk = self.is_between_chunks = False
         self._tail = b""
 
     def end(self) -> None:
@@ -85,7 +90,12 @@ class AnswerParser:
             self._feed_head(data)
             return
         before = self.body_bytes
+        self.is_between_chunks = False
         self._push(data)
+        # A begun line of a chunk's size never ends so: `on_chunk_header` is called at its end.
+        self.is_between_chunks = (
+            self._is_chunked and not self._is_in_chunk and self.stage == BODY and data.endswith(b"\r\n")
+        )
         self._hand_on()
         if self.body_bytes == before:
             self._silent_bytes += len(data)
@@ -93,6 +103,11 @@ class AnswerParser:
                 raise ProtocolError(f"more than {self._limits.silent_bytes_max} bytes without a byte of the body")
         else:
             self._silent_bytes = 0
+
+    def passed(self, size: int) -> None:
+        """Whole chunks with ``size`` bytes of body came, and the consumer took them as they were."""
+        self.body_bytes += size
+        self._silent_bytes = 0
 
     def eof(self) -> bool:
         """The engine sends nothing more. Whether that ends the answer well."""
@@ -167,6 +182,7 @@ class AnswerParser:
             raise ProtocolError("chunks in an answer of HTTP/1.0")
         self.status = status
         self._is_bodyless = self._to_head or status in (204, 304)
+        self._is_chunked = is_chunked
         self._is_until_close = not self._is_bodyless and length is None and not is_chunked
         is_kept = b"close" not in connection if version == "1.1" else b"keep-alive" in connection
         self.keeps_alive = is_kept and not self._is_until_close
@@ -174,6 +190,12 @@ class AnswerParser:
         if self._is_bodyless:
             self.stage = COMPLETE
             self._is_spent = True
+
+    def on_chunk_header(self) -> None:
+        self._is_in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._is_in_chunk = False
 
     def on_body(self, chunk: bytes) -> None:
         if self.stage == BODY:

@@ -20,6 +20,10 @@ from kvxfer.errors import UsageError
 from kvxfer.router.upstream.errors import UpstreamTooLargeError
 from kvxfer.router.upstream.limits import UpstreamPhase
 
+Take = Callable[[bytes], int]
+"""Gets bytes of the engine that begin with a chunk of HTTP/1.1, frames included. Where they are whole chunks, it may
+take all of them, and then says how many bytes of body they have; otherwise 0."""
+
 
 class ResponseLink(Protocol):
     """What an answer asks of the connection that it comes by."""
@@ -33,7 +37,7 @@ class ResponseLink(Protocol):
 class UpstreamResponse:
     __slots__ = (
         *("_chunks", "_error", "_is_held", "_is_over", "_link", "_waiter"),
-        *("address", "has_head", "headers", "is_piped", "status", "taken"),
+        *("address", "has_head", "headers", "is_piped", "status", "take", "taken"),
     )
 
     def __init__(self, link: ResponseLink, address: str) -> None:
@@ -49,6 +53,7 @@ class UpstreamResponse:
         self.headers: list[tuple[bytes, bytes]] = []
         """As the engine wrote them, in its order; ``headers`` of interim answers and trailers are not among them."""
         self.is_piped = False
+        self.take: Take | None = None
         self.taken: float = 0
         """Body bytes that the consumer has. Infinite once the body is piped: then nothing waits here."""
 
@@ -83,8 +88,9 @@ class UpstreamResponse:
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def pipe(self, write: Callable[[bytes], object]) -> None:
-        """Hands every chunk to ``write`` and returns when the body is over.
+    async def pipe(self, write: Callable[[bytes], object], take: Take | None = None) -> None:
+        """Hands every chunk to ``write`` and returns when the body is over. What ``take`` takes does not come to
+        ``write``.
 
         ``write`` may call ``pause`` (at most one more read of the socket follows), ``resume`` and ``abort``. What it
         raises ends the request, and is raised here.
@@ -102,6 +108,7 @@ class UpstreamResponse:
                 self.is_piped = True
                 self.taken = math.inf
                 self._link.redirect(write)
+                self.take = take
         while not self._is_over:
             await self._wait()
         if self._error is not None:
@@ -149,7 +156,7 @@ class UpstreamResponse:
         """Nothing more comes; chunks that came before are still read."""
         self._error = error
         self._is_over = True
-        self._link = None
+        self._link = self.take = None
         self.wake()
 
     def wake(self) -> None:
