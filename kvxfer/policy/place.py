@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -210,15 +208,16 @@ def place(
     # known: every worker of the model; usable: those of them that take new work; able: those that are large enough.
     known = [c for c in candidates if c.serves(model) and c.member.info.http_url]
     usable = sorted(
-        (c for c in known if c.agent_id not in excluded and is_placeable(c, model=model)), key=lambda c: c.agent_id
+        (c for c in known if c.agent_id not in excluded and is_placeable(c)), key=lambda c: c.member.ref.agent_id
     )
-    usable = [dataclasses.replace(c, is_last_choice=True) if c.agent_id in avoided else c for c in usable]
+    if avoided:
+        usable = [dataclasses.replace(c, is_last_choice=True) if c.agent_id in avoided else c for c in usable]
     decoders = [c for c in usable if c.member.info.role.can_decode]
     known_decoders = [c for c in known if c.member.info.role.can_decode]
     able_decoders = _able(known_decoders, can_decode, sizes.need, sizes.too_small_to_decode)
     if known_decoders and not able_decoders:
         raise _does_not_fit(known_decoders, model, sizes.need)
-    decoders = _among(decoders, able_decoders)
+    decoders = _among(decoders, able_decoders, known_decoders)
     if not decoders:
         raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
     decoders = [c for c in decoders if not c.is_last_choice] or decoders
@@ -237,7 +236,7 @@ def place(
     able_prefillers = _able(known_prefillers, can_prefill, sizes.need, sizes.too_small_to_prefill)
     local_reason = PlaceReason.NO_PREFILL_WORKER
     if prefillers:
-        prefillers = _among(prefillers, able_prefillers)
+        prefillers = _among(prefillers, able_prefillers, known_prefillers)
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
     if prefillers and all(c.is_last_choice for c in prefillers) and allows_local_prefill:
@@ -298,8 +297,10 @@ def _is_no_larger(candidate: Candidate, other: Candidate) -> bool:
     return is_known and ours.is_within(theirs)
 
 
-def _among(candidates: Iterable[Candidate], able: Iterable[Candidate]) -> list[Candidate]:
-    """Those ``candidates`` that are among ``able``, by agent id."""
+def _among(candidates: list[Candidate], able: Sequence[Candidate], known: Sequence[Candidate]) -> list[Candidate]:
+    """Those ``candidates``, all of them ``known``, that are among ``able``, by agent id."""
+    if len(able) == len(known):
+        return candidates
     names = {c.agent_id for c in able}
     return [c for c in candidates if c.agent_id in names]
 
@@ -370,10 +371,12 @@ def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
 
 def _by_cost(candidates: Iterable[Candidate], cost: Callable[[Candidate], float], tie_break: int) -> list[Candidate]:
     """Cheapest first. ``tie_break`` rotates each group of equal cost, so that each member comes first equally often."""
-    priced = sorted(((cost(c), c) for c in candidates), key=operator.itemgetter(0))
+    by_cost: dict[float, list[Candidate]] = {}
+    for candidate in candidates:
+        by_cost.setdefault(cost(candidate), []).append(candidate)
     ordered: list[Candidate] = []
-    for _, group in itertools.groupby(priced, key=operator.itemgetter(0)):
-        equals = [candidate for _, candidate in group]
+    for price in sorted(by_cost):
+        equals = by_cost[price]
         start = tie_break % len(equals)
         ordered += [*equals[start:], *equals[:start]]
     return ordered
