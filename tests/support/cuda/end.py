@@ -49,11 +49,15 @@ class End:
         config = AgentConfig(lanes=tuple(Lane(lane) for lane in lanes.split(",")))
         self.events: list[Any] = []
         self.transport = NativeBinding(config).open(ref_of(name), config)
-        self.poster = TransferEngine(self.transport, config=config, on_event=self.events.append)
+        self.poster = TransferEngine(self.transport, config=config, drain=self.drain)
         self.memories: dict[str, tuple[Any, Any]] = {}
         """name -> (the whole tensor, the part of it that is registered)"""
         self.registrations: dict[str, Any] = {}
         self.posts: dict[int, TransferBatch] = {}
+
+    def drain(self) -> None:
+        """Posts get their events; those of pulls are kept."""
+        self.events += [event for event in self.transport.drain() if not self.poster.handle(event)]
 
     # --- identity ---
 

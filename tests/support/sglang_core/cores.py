@@ -50,6 +50,8 @@ def poisoned(rows: int, items: Sequence[int]) -> Arrays:
 class Rank:
     """One rank: its memory, its core, and what that said."""
 
+    CUDA_DEVICE: int | None = None
+
     def __init__(
         self,
         name: str,
@@ -64,16 +66,17 @@ class Rank:
     ) -> None:
         self.name, self.rank = name, rank
         items = KV_ITEMS if shape is None else [shape.page_bytes(index) for index in range(len(shape.layers))]
-        self.kv = poisoned(pages, items)
+        self.kv = self.place(poisoned(pages, items))
         self.aux = poisoned(ROWS, AUX_ITEMS)
-        self.states = [poisoned(ROWS, items) for items in STATE_ITEMS[:states]]
+        self.states = [self.place(poisoned(ROWS, items)) for items in STATE_ITEMS[:states]]
         self.events: list[tuple[Any, ...]] = []
         self._heard = threading.Condition()
         memory = EngineMemory(
             buffers(self.kv),
             buffers(self.aux),
             tuple((f"s{i}", buffers(some)) for i, some in enumerate(self.states)),
-            shape=shape,
+            self.CUDA_DEVICE,
+            shape,
         )
         self.core = TransportCore(
             options,
@@ -93,6 +96,10 @@ class Rank:
             ),
         )
         self.sources, self.destinations = self.core.sources, self.core.destinations
+
+    def place(self, arrays: Arrays) -> Arrays:
+        """These rows, where pages and states belong."""
+        return arrays
 
     def hear(self, *event: Any) -> None:
         with self._heard:
@@ -139,7 +146,7 @@ def check(source: Rank, destination: Rank, *copies: Copy) -> None:
         for copy in copies:
             states = list(copy.states) + [((), ())] * (len(source.states) - len(copy.states))
             moved += zip(*[copy.kv, *states, copy.aux][number], strict=True)
-        for one, other in zip(theirs, ours, strict=True):
+        for one, other in zip(map(np.asarray, theirs), map(np.asarray, ours), strict=True):
             expected = np.full_like(other, POISON)
             for at, to in moved:
                 expected[to] = one[at]
