@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvxfer.errors import ConfigError
+from kvxfer.observe import hide
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits, KeyMeter, SharedMeter
 from kvxfer.router.keyed import UNKEYED, KeyedRequest, KeyHolder
@@ -22,6 +23,8 @@ class ApiKeys:
         self._now = now
         self._known: tuple[tuple[bytes, KeyHolder], ...] = ()
         self._shared_of: Callable[[KeyEntry], SharedMeter | None] = lambda entry: None
+        self._hidden: set[bytes] = set()
+        """Of keys that were used: they are blacked out in logs, also where only their SHA-256 was told."""
         self.entries: tuple[KeyEntry, ...] = ()
         self.on_change: Callable[[], None] = lambda: None
         """Called when there are other keys."""
@@ -60,6 +63,7 @@ class ApiKeys:
                 one.adopt(entry, now, shared)
             known += [(digest, one) for digest in entry.digests]
         self._known = tuple(known)
+        self._hidden.clear()
         self.on_change()
 
     def share(self, shared_of: Callable[[KeyEntry], SharedMeter | None]) -> None:
@@ -83,6 +87,9 @@ class ApiKeys:
         for known, holder in self._known:
             if hmac.compare_digest(known, digest):
                 found = holder  # and on: the time must not tell which one
+        if found is not None and digest not in self._hidden:
+            self._hidden.add(digest)
+            hide(presented.decode("utf-8", "replace"))
         if found is None or not presented:
             what = "incorrect API key provided" if presented else "an API key is required: Authorization: Bearer ..."
             raise RequestError(what, status=401, error_code="invalid_api_key")

@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from kvxfer.observe import hide
 from kvxfer.policy.keylimits import KeyLimits, SharedMeter
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.group.channel import Channel
@@ -89,15 +88,21 @@ class LeadingKeys:
             member.channel.send("keys", told)
 
     def _account(self) -> KeysTold:
+        lists = dict.fromkeys(entry.models for entry in self._keys.entries if entry.models is not None)
+        places = {models: place for place, models in enumerate(lists)}
         now_s = self._now()
-        return KeysTold(self._version, tuple(self._account_of(entry, now_s) for entry in self._keys.entries))
+        holders = tuple(self._account_of(entry, places, now_s) for entry in self._keys.entries)
+        return KeysTold(self._version, tuple(places), holders)
 
-    def _account_of(self, entry: KeyEntry, now_s: float) -> KeyAccount:
+    def _account_of(self, entry: KeyEntry, places: dict[frozenset[str], int], now_s: float) -> KeyAccount:
+        models = -1 if entry.models is None else places[entry.models]
+        bare = dataclasses.replace(entry, models=None)
         use = self._uses.get(KeyHolder.identity_of(entry))
         if use is None or use.meter is None:
-            return KeyAccount(entry)
+            return KeyAccount(bare, models)
         requests, tokens = use.meter.levels(now_s)
-        return KeyAccount(entry, use.seat, _level(requests, now_s, use.requests), _level(tokens, now_s, use.tokens))
+        levels = _level(requests, now_s, use.requests), _level(tokens, now_s, use.tokens)
+        return KeyAccount(bare, models, use.seat, *levels)
 
 
 def _level(level: float | None, now_s: float, use: LimitUse) -> LimitLevel | None:
@@ -121,18 +126,20 @@ class FollowingKeys:
             if identity not in accounts or accounts[identity].seat != use.seat:
                 self.cells.leave(self._uses.pop(identity))
         for identity, account in accounts.items():
-            for digest in account.entry.digests:
-                hide(digest.hex())
             if account.seat != NO_SEAT:
                 use = self._uses.get(identity) or self.cells.seat(account.seat)
                 self._uses[identity] = use
                 _tell(use.requests, account.requests)
                 _tell(use.tokens, account.tokens)
-        self.keys.replace(account.entry for account in told.holders)
+        self.keys.replace(_entry(account, told.models) for account in told.holders)
         return told.version
 
     def _use_of(self, entry: KeyEntry) -> SharedMeter | None:
         return self._uses.get(KeyHolder.identity_of(entry))
+
+
+def _entry(account: KeyAccount, lists: tuple[frozenset[str], ...]) -> KeyEntry:
+    return account.entry if account.models < 0 else dataclasses.replace(account.entry, models=lists[account.models])
 
 
 def _tell(use: LimitUse, level: LimitLevel | None) -> None:

@@ -81,6 +81,9 @@ class KeyAccount:
     """One holder of API keys, as the leader knows it."""
 
     entry: KeyEntry
+    """Without its models."""
+    models: int
+    """Which of the lists of models; below 0: all models."""
     seat: int = NO_SEAT
     """Where its use is in the shared memory."""
     requests: LimitLevel | None = None
@@ -93,4 +96,6 @@ class KeysTold:
     """All holders."""
 
     version: int
+    models: tuple[frozenset[str], ...]
+    """Each list once, as many holders may have the same long one."""
     holders: tuple[KeyAccount, ...]

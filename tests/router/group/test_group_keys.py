@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ConfigError
+from kvxfer.observe import redact
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits
 from kvxfer.router.auth import ApiKeys
@@ -100,6 +102,29 @@ def test_all_have_the_keys_and_no_key_is_told(group: Group) -> None:
             keys.check("Bearer other")
     group.keys.replace(group.keys.entries)
     assert "key-of" not in json.dumps(group.wires[0].sent)
+
+
+def test_models_of_holders_are_told_once(group: Group) -> None:
+    names = frozenset(f"model-{number}" for number in range(100))
+    limited = [dataclasses.replace(holder(f"m{number}"), models=names) for number in range(50)]
+    one = dataclasses.replace(holder("one"), models=frozenset(["tiny"]))
+    group.keys.replace([*limited, one, holder("all")])
+    assert json.dumps(group.wires[0].sent).count('model-7"') == 1
+    group.deliver()
+    for keys in group.everywhere():
+        for name, models in (("m49", names), ("one", one.models), ("all", None)):
+            found = keys.check(f"Bearer key-of-{name}")
+            assert found is not None
+            assert found.models == models
+
+
+def test_a_key_that_was_used_is_blacked_out_in_logs(group: Group) -> None:
+    key = "sk-used-once-by-late"
+    entry = KeyEntry("late", (digest_of(key.encode()),))
+    group.change(entry)
+    assert key in redact(key)
+    assert group.members[0].keys.check(f"Bearer {key}") is not None
+    assert key not in redact(f"said {key}")
 
 
 def test_limits_are_one_for_all(group: Group) -> None:
