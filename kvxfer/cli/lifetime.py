@@ -45,13 +45,18 @@ def die_with_parent(parent_pid: int) -> None:
 
     To be called before the service loads anything: SIGTERM's default action ends a process that is not ready yet.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    _have_sent(signal.SIGTERM)
     if os.getppid() != parent_pid:
         raise ConfigError(f"process {parent_pid}, with which this one should live, is not its parent or is gone")
 
 
 def watch_parent(parent_pid: int, stop: asyncio.Event) -> None:
-    """Set ``stop`` when the parent is gone, and end the process if it is still there ``PARENT_GRACE_S`` later."""
+    """Set ``stop`` when the parent is gone, and end the process if it is still there ``PARENT_GRACE_S`` later.
+
+    The kernel sends nothing from then on: a parent with threads that is killed would be reported once for each of them,
+    and a second SIGTERM would force the end.
+    """
+    _have_sent(0)
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
@@ -61,6 +66,11 @@ def watch_parent(parent_pid: int, stop: asyncio.Event) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="kvxfer-parent", daemon=True).start()
+
+
+def _have_sent(number: int) -> None:
+    """Of a parent's death."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _wait_gone(pid: int) -> None:

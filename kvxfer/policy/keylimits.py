@@ -1,13 +1,15 @@
 """How much the holder of an API key may ask for: requests and tokens a minute, and requests at once.
 
-Pure: time comes in. Decides whether one more request may begin, and when it may where it may not. It must never know a
-key, nor what is asked for.
+Pure: time comes in. Decides whether one more request may begin, and when it may where it may not. Several processes may
+count for one holder (:class:`SharedMeter`): each has its own bucket, and takes off what the others say they used. It
+must never know a key, nor what is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Protocol
 
 from kvxfer.errors import ConfigError
 
@@ -53,17 +55,59 @@ class KeyRefusal:
     retry_after_s: float
 
 
+class SharedUse(Protocol):
+    """What several processes used of one limit of one holder."""
+
+    @property
+    def quiet_s(self) -> float:
+        """Until that time the other processes used nothing that :meth:`news` did not tell."""
+
+    def begin(self, full: float, now: float) -> tuple[float, float]:
+        """A bucket begins here: its level, and the time of that. All that was used until then is in that level."""
+
+    def add(self, amount: float) -> None:
+        """This process used so much more."""
+
+    def news(self) -> float:
+        """What the other processes used since the last call, or since the beginning; below 0 where they gave back."""
+
+
+class SharedMeter(Protocol):
+    """Where several processes count for one holder: their use, as each of them sees it."""
+
+    @property
+    def requests(self) -> SharedUse: ...
+
+    @property
+    def tokens(self) -> SharedUse: ...
+
+    def inflight(self) -> int:
+        """Of all processes."""
+
+    def add_inflight(self, count: int) -> None:
+        """This process has so many more."""
+
+    def attend(self, meter: KeyMeter | None) -> None:
+        """That meter counts here now, and is to ``look`` often."""
+
+
 class MinuteBucket:
     """Fills with ``per_minute`` units a minute, and holds as many, at least one. It begins full. What is taken may
     leave it below zero: then that is paid back first. ``now`` is in seconds; a step back counts as standing still.
+
+    With ``shared``, it is one process's copy of a bucket of several. It differs from that one by what the bucket fills
+    with between two looks, at most: what others used is taken off where it is seen, not when they used it.
     """
 
-    __slots__ = ("_at", "_level", "_per_minute")
+    __slots__ = ("_at", "_level", "_per_minute", "_shared")
 
-    def __init__(self, per_minute: float, now: float) -> None:
+    def __init__(self, per_minute: float, now: float, shared: SharedUse | None = None) -> None:
         self._per_minute = per_minute
-        self._level = self.capacity
-        self._at = now
+        self._shared = shared
+        if shared is None:
+            self._level, self._at = self.capacity, now
+        else:
+            self._level, self._at = shared.begin(self.capacity, now)
 
     @property
     def per_minute(self) -> float:
@@ -80,7 +124,7 @@ class MinuteBucket:
 
     def wait_s(self, amount: float, now: float) -> float:
         """How long until ``amount`` may be taken; 0 for now. More than it holds may be taken when it is full."""
-        self._fill(now)
+        self.look(now)
         missing = min(amount, self.capacity) - self._level
         if missing <= _ROUNDING * self.capacity:
             return 0.0
@@ -88,46 +132,87 @@ class MinuteBucket:
 
     def take(self, amount: float, now: float) -> None:
         """Also more than there is."""
-        self._fill(now)
-        self._level -= amount
+        self.look(now)
+        self._change(-amount)
 
     def put_back(self, amount: float, now: float) -> None:
         """Undo what was taken; a negative ``amount`` takes more."""
-        self._fill(now)
-        self._level = min(self.capacity, self._level + amount)
+        self.look(now)
+        self._change(amount)
 
     def resize(self, per_minute: float, now: float) -> None:
         """Another bound: what was used stays used, as far as the new bucket can hold."""
-        self._fill(now)
+        self.look(now)
         before = self.capacity
         self._per_minute = per_minute
         self._level = min(self.capacity, self._level + max(0.0, self.capacity - before))
 
+    def look(self, now: float) -> None:
+        """Count what others used, and the time that went by."""
+        if self._shared is not None:
+            self._fill(self._shared.quiet_s)
+            self._level = self._level - self._shared.news()
+        self._fill(now)
+
+    def leave(self) -> None:
+        """It is not one of several any more; what is put back from now on stays here."""
+        self._shared = None
+
+    def _change(self, amount: float) -> None:
+        """More than the bucket holds is lost here, so the others are not told of it either."""
+        before = self._level
+        self._level = min(self.capacity, before + amount)
+        if self._shared is not None:
+            self._shared.add(before - self._level)
+
     def _fill(self, now: float) -> None:
         if now > self._at:
-            self._level = min(self.capacity, self._level + (now - self._at) / MINUTE_S * self._per_minute)
+            self._level += (now - self._at) / MINUTE_S * self._per_minute
             self._at = now
+        self._level = min(self.capacity, self._level)
 
 
 class KeyMeter:
-    """What one holder of keys has used of its limits."""
+    """What one holder of keys has used of its limits. With ``shared``, the limits are those of several processes
+    together; each has a meter."""
 
-    def __init__(self, limits: KeyLimits, now: float) -> None:
-        self.limits = limits
+    def __init__(self, limits: KeyLimits, now: float, shared: SharedMeter | None = None) -> None:
         self.inflight = 0
-        self._requests = _bucket(None, limits.requests_per_minute, now)
-        self._tokens = _bucket(None, limits.tokens_per_minute, now)
+        """In this process."""
+        self._shared: SharedMeter | None = None
+        self._requests: MinuteBucket | None = None
+        self._tokens: MinuteBucket | None = None
+        self.adopt(limits, now, shared)
 
-    def adopt(self, limits: KeyLimits, now: float) -> None:
+    def adopt(self, limits: KeyLimits, now: float, shared: SharedMeter | None = None) -> None:
         """Other limits from now on; requests that run are not refused any more."""
+        if shared is not self._shared:
+            self._count_in(shared)
         self.limits = limits
-        self._requests = _bucket(self._requests, limits.requests_per_minute, now)
-        self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
+        uses = (None, None) if shared is None else (shared.requests, shared.tokens)
+        self._requests = _bucket(self._requests, limits.requests_per_minute, now, uses[0])
+        self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now, uses[1])
+
+    def leave(self) -> None:
+        """Its holder is gone: what still runs ends without being counted in other processes."""
+        self._count_in(None)
+
+    def look(self, now: float) -> None:
+        """Take note of what other processes used."""
+        for bucket in (self._requests, self._tokens):
+            if bucket is not None:
+                bucket.look(now)
+
+    def levels(self, now: float) -> tuple[float | None, float | None]:
+        """Of requests and of tokens; None where there is no bound."""
+        self.look(now)
+        found = [None if bucket is None else bucket.level for bucket in (self._requests, self._tokens)]
+        return found[0], found[1]
 
     def enter(self, now: float) -> KeyPass | KeyRefusal:
         """Begin one request, and count it; a refused one is not counted. The pass must be ended."""
-        bound = self.limits.max_inflight
-        if bound and self.inflight >= bound:
+        bound, shared = self.limits.max_inflight, self._shared
+        if bound and (self.inflight if shared is None else shared.inflight()) >= bound:
             return KeyRefusal(LimitKind.INFLIGHT, bound, INFLIGHT_RETRY_S)
         requests, tokens = self._requests, self._tokens
         if requests is not None and (wait_s := requests.wait_s(1.0, now)):
@@ -136,15 +221,42 @@ class KeyMeter:
             return KeyRefusal(LimitKind.TOKENS, tokens.per_minute, wait_s)
         if requests is not None:
             requests.take(1.0, now)
-        self.inflight += 1
+        self._count(1)
         return KeyPass(self, requests, tokens)
 
+    def ended(self) -> None:
+        """One that was let in is over."""
+        self._count(-1)
 
-def _bucket(before: MinuteBucket | None, per_minute: float, now: float) -> MinuteBucket | None:
+    def _count(self, count: int) -> None:
+        self.inflight += count
+        if self._shared is not None:
+            self._shared.add_inflight(count)
+
+    def _count_in(self, shared: SharedMeter | None) -> None:
+        """What runs moves there; buckets begin there anew."""
+        if self._shared is not None:
+            self._shared.add_inflight(-self.inflight)
+            self._shared.attend(None)
+        for bucket in (self._requests, self._tokens):
+            if bucket is not None:
+                bucket.leave()
+        self._requests = self._tokens = None
+        self._shared = shared
+        if shared is not None:
+            shared.add_inflight(self.inflight)
+            shared.attend(self)
+
+
+def _bucket(
+    before: MinuteBucket | None, per_minute: float, now: float, shared: SharedUse | None
+) -> MinuteBucket | None:
     if not per_minute:
+        if before is not None:
+            before.leave()
         return None
     if before is None:
-        return MinuteBucket(per_minute, now)
+        return MinuteBucket(per_minute, now, shared)
     before.resize(per_minute, now)
     return before
 
@@ -189,8 +301,8 @@ class KeyPass:
         if self._is_ended:
             return
         self._is_ended = True
-        self._meter.inflight -= 1
         if self._requests is not None and (self._is_refused or not is_counted):
             self._requests.put_back(1.0, now)
         if self._tokens is not None and self._reserved is not None and tokens is not None:
             self._tokens.put_back(self._reserved - tokens, now)
+        self._meter.ended()

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvxfer.errors import ConfigError
+from kvxfer.observe import hide
 from kvxfer.openai.errors import RequestError
-from kvxfer.policy.keylimits import KeyLimits, KeyMeter
+from kvxfer.policy.keylimits import KeyLimits, KeyMeter, SharedMeter
 from kvxfer.router.keyed import UNKEYED, KeyedRequest, KeyHolder
 from kvxfer.router.keyfile import KeyEntry, digest_of, plain_entry, read_key_file
 
@@ -21,6 +22,12 @@ class ApiKeys:
     def __init__(self, keys: tuple[str, ...] = (), *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._known: tuple[tuple[bytes, KeyHolder], ...] = ()
+        self._shared_of: Callable[[KeyEntry], SharedMeter | None] = lambda entry: None
+        self._hidden: set[bytes] = set()
+        """Of keys that were used: they are blacked out in logs, also where only their SHA-256 was told."""
+        self.entries: tuple[KeyEntry, ...] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when there are other keys."""
         self.replace(map(plain_entry, keys))
 
     @classmethod
@@ -42,15 +49,27 @@ class ApiKeys:
         it has used; what runs for one that is gone ends as it began."""
         before = {holder.identity: holder for _, holder in self._known}
         now = self._now()
+        self.entries = tuple(entries)
+        kept = {KeyHolder.identity_of(entry) for entry in self.entries}
+        for identity, holder in before.items():
+            if identity not in kept:
+                holder.leave()
         known = []
-        for entry in entries:
-            holder = before.get(KeyHolder.identity_of(entry))
-            if holder is None:
-                holder = KeyHolder(entry, KeyMeter(entry.limits, now), self._now)
+        for entry in self.entries:
+            one, shared = before.get(KeyHolder.identity_of(entry)), self._shared_of(entry)
+            if one is None:
+                one = KeyHolder(entry, KeyMeter(entry.limits, now, shared), self._now)
             else:
-                holder.adopt(entry, now)
-            known += [(digest, holder) for digest in entry.digests]
+                one.adopt(entry, now, shared)
+            known += [(digest, one) for digest in entry.digests]
         self._known = tuple(known)
+        self._hidden.clear()
+        self.on_change()
+
+    def share(self, shared_of: Callable[[KeyEntry], SharedMeter | None]) -> None:
+        """From now on other processes count too for those holders for which ``shared_of`` gives something."""
+        self._shared_of = shared_of
+        self.replace(self.entries)
 
     @property
     def is_required(self) -> bool:
@@ -68,6 +87,9 @@ class ApiKeys:
         for known, holder in self._known:
             if hmac.compare_digest(known, digest):
                 found = holder  # and on: the time must not tell which one
+        if found is not None and digest not in self._hidden:
+            self._hidden.add(digest)
+            hide(presented.decode("utf-8", "replace"))
         if found is None or not presented:
             what = "incorrect API key provided" if presented else "an API key is required: Authorization: Bearer ..."
             raise RequestError(what, status=401, error_code="invalid_api_key")

@@ -57,6 +57,11 @@ class Door:
         the others."""
         self._show, self._elsewhere = show, elsewhere
 
+    @property
+    def inflight_everywhere(self) -> int:
+        """Of all processes that share the bound."""
+        return self.inflight if self._elsewhere is None else self.inflight + self._elsewhere()
+
     def check_open(self) -> None:
         """Raise OverloadedError where no request comes in any more, however few are inside."""
         if self.is_draining:
@@ -64,8 +69,7 @@ class Door:
 
     def enter(self) -> None:
         """Count one more request, with its body. Raises OverloadedError unless it may come in."""
-        inflight = self.inflight if self._elsewhere is None else self.inflight + self._elsewhere()
-        verdict = admit(inflight, is_draining=self.is_draining, options=self._options)
+        verdict = admit(self.inflight_everywhere, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)
         self.inflight += 1

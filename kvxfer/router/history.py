@@ -81,6 +81,9 @@ class History:
     """Of one router; belongs to one event loop."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._decisions: collections.deque[Decision] = collections.deque(maxlen=DECISIONS_MAX)
         self._steps: list[_Step | None] = [None] * math.ceil(SPAN_S / STEP_S)
         self._pairs: dict[tuple[str, str], _Moves] = {}
@@ -114,8 +117,39 @@ class History:
             return
         self._pair(prefill, decode).add(sample)
         if sample.lane:
-            known = sample.lane in self._lanes or len(self._lanes) < LANES_MAX
-            self._lanes.setdefault(sample.lane if known else "other", _Moves()).add(sample)
+            self._lane(sample.lane).add(sample)
+
+    # Between processes.
+
+    def drain(self) -> list[Any]:
+        """All that happened since the last call, as a message carries it. Nothing of it is here any more."""
+        steps = [[step.number, *step.counts(), list(step.ttft.items())] for step in self._steps if step is not None]
+        told = [
+            [list(decision) for decision in self._decisions],
+            list(self._outcomes.items()),
+            steps,
+            [[*pair, moves.drain()] for pair, moves in self._pairs.items()],
+            [[lane, moves.drain()] for lane, moves in self._lanes.items()],
+        ]
+        self._clear()
+        return told
+
+    def take(self, told: list[Any]) -> None:
+        """Add what :meth:`drain` gave in another process."""
+        decisions, outcomes, steps, pairs, lanes = told
+        if decisions:
+            both = [*self._decisions, *(Decision(*values) for values in decisions)]
+            self._decisions.clear()
+            self._decisions.extend(sorted(both, key=_ended_of))  # it keeps the last ones
+        self._outcomes.update(dict(outcomes))
+        for number, requests, failures, ttft in steps:
+            step = self._step_of(number)
+            if step is not None:
+                step.take(requests, failures, ttft)
+        for prefill, decode, moves in pairs:
+            self._pair(prefill, decode).take(moves)
+        for lane, moves in lanes:
+            self._lane(lane).take(moves)
 
     # What operators ask.
 
@@ -146,12 +180,18 @@ class History:
 
     def _step(self, now_s: float) -> _Step | None:
         """The step of that moment, begun where it has none; None where the moment lies too far back."""
-        number = int(now_s // STEP_S)
+        return self._step_of(int(now_s // STEP_S))
+
+    def _step_of(self, number: int) -> _Step | None:
         place = number % len(self._steps)
         step = self._steps[place]
         if step is None or step.number < number:
             step = self._steps[place] = _Step(number)
         return step if step.number == number else None
+
+    def _lane(self, lane: str) -> _Moves:
+        known = lane in self._lanes or len(self._lanes) < LANES_MAX
+        return self._lanes.setdefault(lane if known else "other", _Moves())
 
     def _pair(self, prefill: str, decode: str) -> _Moves:
         key = (prefill, decode)
@@ -175,6 +215,15 @@ class _Step:
         self.failures = 0
         self.ttft: dict[int, int] = {}
         """Streams by the bucket of their first-byte time."""
+
+    def counts(self) -> tuple[int, int]:
+        return self.requests, self.failures
+
+    def take(self, requests: int, failures: int, ttft: list[list[int]]) -> None:
+        self.requests += requests
+        self.failures += failures
+        for bucket, count in ttft:
+            self.ttft[bucket] = self.ttft.get(bucket, 0) + count
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -213,6 +262,20 @@ class _Moves:
         if sample.seconds is not None:
             self.seconds.append(sample.seconds)
 
+    def drain(self) -> list[Any]:
+        counts = [self.requests, self.transfers, self.failures, self.bytes, self.blocks]
+        return [counts, self.lane, list(self.seconds)]
+
+    def take(self, told: list[Any]) -> None:
+        [requests, transfers, failures, moved, blocks], lane, seconds = told
+        self.requests += requests
+        self.transfers += transfers
+        self.failures += failures
+        self.bytes += moved
+        self.blocks += blocks
+        self.lane = lane or self.lane
+        self.seconds.extend(seconds)
+
     def describe(self) -> dict[str, Any]:
         ordered = sorted(self.seconds)
         return {
@@ -225,6 +288,10 @@ class _Moves:
             "transfer_p50_s": _quantile(ordered, 0.50),
             "transfer_p95_s": _quantile(ordered, 0.95),
         }
+
+
+def _ended_of(decision: Decision) -> float:
+    return decision.ended_s
 
 
 def _number_of(step: _Step) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.disagg import estimate_tokens
-from kvxfer.policy.keylimits import KeyLimits, KeyMeter, KeyPass, KeyRefusal, LimitKind
+from kvxfer.policy.keylimits import KeyLimits, KeyMeter, KeyPass, KeyRefusal, LimitKind, SharedMeter
 from kvxfer.router.inbound import Inbound, number_in
 from kvxfer.router.keyfile import UNNAMED, KeyEntry
 from kvxfer.router.record import RequestRecord
@@ -98,10 +98,14 @@ class KeyHolder:
     def may_use(self, model: str) -> bool:
         return self._entry.models is None or model in self._entry.models
 
-    def adopt(self, entry: KeyEntry, now: float) -> None:
+    def adopt(self, entry: KeyEntry, now: float, shared: SharedMeter | None = None) -> None:
         """Other limits and models from now on."""
         self._entry = entry
-        self._meter.adopt(entry.limits, now)
+        self._meter.adopt(entry.limits, now, shared)
+
+    def leave(self) -> None:
+        """It has no key any more."""
+        self._meter.leave()
 
     def enter(self) -> KeyedRequest:
         """Begin a request. Raises RateLimitedError."""

@@ -250,6 +250,10 @@ class RouterMetrics:
         """A limit of its key refused a request."""
         self.key_refused.labels(key, limit).inc()
 
+    def collected(self, counter: Counter) -> Iterable[Metric]:
+        """What a counter has counted, by its labels."""
+        return counter.collect()
+
     def render(self) -> bytes:
         """The text exposition of everything."""
         return generate_latest(self.registry)

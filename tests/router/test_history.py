@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -210,3 +211,67 @@ def test_lanes_of_any_name_are_bounded() -> None:
     lanes = {lane["lane"]: lane["transfers"] for lane in history.lanes()}
     assert len(lanes) == LANES_MAX + 1
     assert lanes["other"] == 10
+
+
+EVENTS = st.tuples(
+    st.integers(0, 2), st.sampled_from(["ended", "first", "moved"]), st.floats(0.0, 20.0), st.integers(0, 3)
+)
+
+
+def happened(history: History, what: str, now_s: float, number: int) -> None:
+    if what == "ended":
+        history.ended(decision(now_s, prefill=f"p{number}" if number else "", is_failure=number == 2))
+    elif what == "first":
+        history.first_byte(now_s, 0.01 * (number + 1))
+    else:
+        history.transferred("p0", f"d{number}", {**ENGINE, "lane": f"lane{number}", "transfer_s": now_s / 1000})
+
+
+def all_of(history: History, now_s: float) -> list[Any]:
+    return [history.decisions(), history.series(now_s), history.pairs(), history.lanes(), history.outcomes()]
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_several_processes_remember_together_what_one_would(events: list[tuple[int, str, float, int]]) -> None:
+    """Each tells what happened since it told last, as a message between processes carries it."""
+    one, whole, members = History(), History(), [History() for _ in range(3)]
+    now_s = 1000.0
+    for process, what, step_s, number in events:
+        now_s += step_s + 0.001
+        happened(one, what, now_s, number)
+        happened(members[process], what, now_s, number)
+        whole.take(json.loads(json.dumps(members[process].drain())))
+    assert all_of(whole, now_s) == all_of(one, now_s)
+    for member in members:
+        assert all_of(member, now_s) == [[], [], [], [], {}]
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_it_does_not_matter_when_processes_tell(events: list[tuple[int, str, float, int]]) -> None:
+    one, whole, members = History(), History(), [History() for _ in range(3)]
+    now_s = 1000.0
+    for process, what, step_s, number in events:
+        now_s += step_s + 0.001
+        happened(one, what, now_s, number)
+        happened(members[process], what, now_s, number)
+    for member in members:
+        whole.take(json.loads(json.dumps(member.drain())))
+    expected = all_of(one, now_s)
+    for pair in (*expected[2], *(found := all_of(whole, now_s))[2]):
+        assert pair.pop("lane") is not None  # of the last transfer, which is not known any more
+    assert found == expected
+
+
+def test_what_a_process_tells_is_bounded_and_the_last_decisions_of_all_are_kept() -> None:
+    whole, busy, calm = History(), History(), History()
+    for number in range(3 * DECISIONS_MAX):
+        busy.ended(decision(1000.0 + number / 100))
+    calm.ended(decision(1005.999, model="calm"))
+    whole.take(calm.drain())
+    told = busy.drain()
+    assert len(told[0]) == DECISIONS_MAX
+    whole.take(told)
+    kept = whole.decisions()
+    assert len(kept) == DECISIONS_MAX
+    assert kept[0].model == "calm"
+    assert whole.outcomes() == {"ok": 3 * DECISIONS_MAX + 1}

@@ -24,6 +24,7 @@ from kvxfer.serving.bodies import Bodies
 OWN = frozenset({"/live", "/health"})
 BODY_BYTES_MAX = 1 << 20
 ANSWER_S = 10.0
+WITHOUT_CONTENT = frozenset({204, 304})
 HEADERS_OWN = frozenset({b"content-length", b"transfer-encoding", b"connection", b"date"})
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
@@ -88,7 +89,9 @@ class PassingOn:
             return error_response(error)
         response = Response(content, status_code=status)
         kept = [(name, value) for name, value in headers if name not in HEADERS_OWN]
-        response.raw_headers = [*kept, (b"content-length", b"%d" % len(content))]
+        if status not in WITHOUT_CONTENT:
+            kept.append((b"content-length", b"%d" % len(content)))
+        response.raw_headers = kept
         return response
 
 

@@ -37,6 +37,8 @@ class MemberProcess:
         self.row = row
         self.channel = channel
         self.began_s = time.monotonic()
+        self.silent_s = 0.0
+        """How long the parent has waited for a word of it, of the time in which the parent itself ran."""
         self._process = process
         self.is_serving = asyncio.Event()
         self.ended = asyncio.Event()
@@ -76,6 +78,7 @@ class MemberProcess:
 
     async def _read(self, on_message: Callable[[MemberProcess, Message], None]) -> None:
         while (message := await self.channel.receive()) is not None:
+            self.silent_s = 0.0
             try:
                 on_message(self, message)
             except Exception:

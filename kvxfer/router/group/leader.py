@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import heapq
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.group.channel import Channel, Message
 from kvxfer.router.group.messages import NO_SEAT, ClosedPair, Update, WorkerAccount
 from kvxfer.router.group.plain import from_plain, to_plain
+from kvxfer.router.group.seats import Seats
 from kvxfer.router.group.segment import SEATS, SharedBoard, SharedCounts
 from kvxfer.types import AgentRef
 
@@ -61,39 +61,6 @@ class LeadingWorkers(Workers):
             self._changed_one(entry)
 
 
-class Seats:
-    """Which worker's load is where in the shared memory.
-
-    A seat is free again once every member has said that it no longer knows the worker, and no request runs there: a
-    member that knew it might still count.
-    """
-
-    def __init__(self, count: int = SEATS) -> None:
-        self._free = list(range(count))
-        self._seats: dict[AgentRef, int] = {}
-        self._left: dict[AgentRef, int] = {}
-        """Gone in that version."""
-
-    def take(self, ref: AgentRef) -> int:
-        """The seat of a worker that is listed; NO_SEAT where all are taken."""
-        self._left.pop(ref, None)
-        if ref not in self._seats and self._free:
-            self._seats[ref] = heapq.heappop(self._free)
-        return self._seats.get(ref, NO_SEAT)
-
-    def leave(self, ref: AgentRef, version: int) -> None:
-        if ref in self._seats:
-            self._left[ref] = version
-
-    def freed(self, applied: int, inflight: Callable[[int], int]) -> tuple[AgentRef, ...]:
-        """Every member has applied that version. Returns the workers whose seats are free now."""
-        done = [ref for ref, version in self._left.items() if version <= applied and not inflight(self._seats[ref])]
-        for ref in done:
-            del self._left[ref]
-            heapq.heappush(self._free, self._seats.pop(ref))
-        return tuple(done)
-
-
 @dataclasses.dataclass
 class ToldMember:
     """A member, as far as it is told things."""
@@ -120,7 +87,7 @@ class Leader:
         self._board = board
         self._segment = segment
         self._now = now
-        self._seats = Seats()
+        self._seats: Seats[AgentRef] = Seats(SEATS)
         self._listeners: dict[int, ToldMember] = {}
         self._told: dict[AgentRef, WorkerAccount] = {}
         self._told_pairs: tuple[ClosedPair, ...] = ()

@@ -18,17 +18,17 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from kvxfer.errors import ConfigError
-from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.front import Door
 from kvxfer.router.group.asking import PassingOn, Questions
 from kvxfer.router.group.channel import Channel, Message
 from kvxfer.router.group.follower import FollowingWorkers
+from kvxfer.router.group.keys import FollowingKeys
 from kvxfer.router.group.messages import MemberStart, Update
 from kvxfer.router.group.plain import from_plain
 from kvxfer.router.group.samples import samples_of
 from kvxfer.router.group.segment import CONNECTIONS, INSIDE, SERVING, SharedBoard, SharedCounts
-from kvxfer.router.server import Seat, fleet_options, followed_api_keys, serve_workers
+from kvxfer.router.server import Seat, fleet_options, serve_workers
 from kvxfer.serving.bodies import Bodies
 
 log = logging.getLogger("kvxfer.router")
@@ -54,48 +54,54 @@ async def serve_member(inherited: str, *, stop: asyncio.Event) -> None:
     if first is None:
         return
     hello = from_plain(MemberStart, first[1])
-    segment = SharedCounts(memory_fd, hello.processes)
+    segment = SharedCounts(memory_fd, hello.processes + 1)
     with listener:
-        await GroupMember(hello, channel, SharedBoard(segment, row)).serve(listener, stop)
+        await GroupMember(hello, channel, segment, row).serve(listener, stop)
 
 
 class GroupMember(Seat):
     """This process in the group."""
 
-    def __init__(self, hello: MemberStart, channel: Channel, board: SharedBoard) -> None:
+    def __init__(self, hello: MemberStart, channel: Channel, segment: SharedCounts, row: int) -> None:
         self._hello = hello
         self._channel = channel
-        self._board = board
+        self._board = board = SharedBoard(segment, row)
+        self._keys = FollowingKeys(segment, row)
         self._questions = Questions(channel)
         self._workers = FollowingWorkers(board, channel.send, **fleet_options(hello.options))
         self._core: RouterCore | None = None
         self._is_told = asyncio.Event()
+        self._has_keys = asyncio.Event()
         self._is_told_to_stop = False
         self.leave_port: Callable[[], None] = lambda: None
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         listening = asyncio.create_task(self._listen(stop))
-        told = asyncio.create_task(self._is_told.wait())
+        looking = asyncio.create_task(self._keys.cells.look_often())
+        told = asyncio.create_task(self._told_all())
         stopping = asyncio.create_task(stop.wait())
+        self._channel.send("keys")
         try:
             await asyncio.wait({told, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
-                options = self._hello.options
-                async with followed_api_keys(ApiKeys(), options) as keys:
-                    await serve_workers(
-                        options,
-                        self._workers,
-                        keys,
-                        listener,
-                        on_ready=lambda line: self._serves(),
-                        stop=stop,
-                        seat=self,
-                    )
+                await serve_workers(
+                    self._hello.options,
+                    self._workers,
+                    self._keys.keys,
+                    listener,
+                    on_ready=lambda line: self._serves(),
+                    stop=stop,
+                    seat=self,
+                )
         finally:
             self._tell_samples(0)  # what was counted since the last time
-            for task in (listening, told, stopping):
+            for task in (listening, looking, told, stopping):
                 task.cancel()
             await self._channel.close_flushed()
+
+    async def _told_all(self) -> None:
+        await self._is_told.wait()
+        await self._has_keys.wait()
 
     def _serves(self) -> None:
         self._board.show_self(SERVING, 1)
@@ -123,6 +129,9 @@ class GroupMember(Seat):
                 self._workers.apply(told)
                 self._channel.send("applied", told.version)
                 self._is_told.set()
+            case ["keys", told]:
+                self._channel.send("keys_applied", self._keys.apply(told))
+                self._has_keys.set()
             case ["measure", number]:
                 self._tell_samples(number)
             case ["answer", number, status, headers, body]:
@@ -135,7 +144,8 @@ class GroupMember(Seat):
 
     def _tell_samples(self, number: int) -> None:
         if self._core is not None:
-            self._channel.send("samples", number, samples_of(self._core.metrics.registry))
+            samples = samples_of(self._core.metrics.registry)
+            self._channel.send("samples", number, samples, self._core.history.drain())
 
     # As `server.Seat`.
 

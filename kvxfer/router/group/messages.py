@@ -1,8 +1,9 @@
 """What the leader tells the processes that serve, and what they tell it. Values only; `plain` writes them.
 
-Leader to member, by its first word: ``hello`` (:class:`MemberStart`), ``update`` (:class:`Update`), ``measure``,
-``answer`` (of a control route), ``stop``. Member to leader: ``serving``, ``applied`` (a version), ``samples``, ``ask``,
-and the reports: ``failed``, ``succeeded``, ``trial``, ``pair_started``, ``pair_succeeded``, ``pair_failed``.
+Leader to member, by its first word: ``hello`` (:class:`MemberStart`), ``update`` (:class:`Update`), ``keys``
+(:class:`KeysTold`), ``measure``, ``answer`` (of a control route), ``stop``. Member to leader: ``keys`` (it wants them),
+``serving``, ``applied`` and ``keys_applied`` (a version), ``samples`` (with its history), ``ask``, and the reports:
+``failed``, ``succeeded``, ``trial``, ``pair_started``, ``pair_succeeded``, ``pair_failed``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 from kvxfer.policy.health import HealthAccount
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.worker import Worker
+from kvxfer.router.keyfile import KeyEntry
 from kvxfer.router.options import RouterOptions
 from kvxfer.types import AgentRef
 
@@ -24,6 +26,7 @@ class MemberStart:
 
     options: RouterOptions
     processes: int
+    """That serve. The leader is one more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +65,37 @@ class Update:
     unseated: tuple[AgentRef, ...] = ()
     pairs: tuple[ClosedPair, ...] | None = None
     """All of them; None where nothing is new."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitLevel:
+    """How full the leader's bucket was at a time, when all processes together had ever used ``seen`` millionths."""
+
+    level: float
+    at_s: float
+    seen: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyAccount:
+    """One holder of API keys, as the leader knows it."""
+
+    entry: KeyEntry
+    """Without its models."""
+    models: int
+    """Which of the lists of models; below 0: all models."""
+    seat: int = NO_SEAT
+    """Where its use is in the shared memory."""
+    requests: LimitLevel | None = None
+    """None: no bound."""
+    tokens: LimitLevel | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysTold:
+    """All holders."""
+
+    version: int
+    models: tuple[frozenset[str], ...]
+    """Each list once, as many holders may have the same long one."""
+    holders: tuple[KeyAccount, ...]

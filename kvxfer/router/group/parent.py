@@ -31,11 +31,12 @@ from kvxfer.router.front import Door, Front
 from kvxfer.router.group import asking
 from kvxfer.router.group.channel import Message
 from kvxfer.router.group.children import RESTART, SETTLED_S, MemberProcess, start
+from kvxfer.router.group.keys import LeadingKeys
 from kvxfer.router.group.leader import Leader, LeadingWorkers, ToldMember
 from kvxfer.router.group.messages import MemberStart
 from kvxfer.router.group.plain import to_plain
 from kvxfer.router.group.samples import Collected, GroupMetrics
-from kvxfer.router.group.segment import SharedBoard, SharedCounts
+from kvxfer.router.group.segment import INSIDE, SharedBoard, SharedCounts
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import Ready, cors_of, fleet_options, followed_admin_keys
 from kvxfer.router.tasks import cancel_all, finish
@@ -48,6 +49,10 @@ MEASURE_S = 1.0
 """How often members are asked what they counted: what one counted since is lost where it is killed."""
 MEASURE_WAIT_S = 0.5
 """How long ``/metrics`` waits for members that do not say it."""
+HUNG_S = 10.0
+"""A member that serves and says nothing for so long is killed, and replaced."""
+START_S = 120.0
+"""Likewise one that does not serve yet."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 STOP_MORE_S = 10.0
 """After ``shutdown_grace_s`` a member has so long until it is killed."""
@@ -61,6 +66,7 @@ def options_of_one(options: RouterOptions) -> RouterOptions:
         options,
         workers=1,
         admin_key_file="",  # the leader asks for the key
+        api_key_file="",  # the leader tells what it says
         max_connections=math.ceil(options.max_connections / count),
         body_budget_bytes=max(options.max_body_bytes, options.body_budget_bytes // count),
         retry_floor_per_s=options.retry_floor_per_s / count,
@@ -79,7 +85,7 @@ async def serve_group(
 ) -> None:
     """Run a router of ``options.workers`` processes until ``stop`` is set. Raises KvxferError where one of them ends
     before all serve."""
-    segment = SharedCounts.make(options.workers)
+    segment = SharedCounts.make(options.workers + 1)
     board = SharedBoard(segment, None)
     workers = LeadingWorkers(board=board, **fleet_options(options))
     admin_keys = ApiKeys()
@@ -87,6 +93,7 @@ async def serve_group(
     try:
         async with followed_admin_keys(admin_keys, options), following(options, workers, token):
             running = [asyncio.create_task(group.leader.run()), asyncio.create_task(group.measure_often())]
+            running.append(asyncio.create_task(group.keys.cells.look_often()))
             try:
                 await group.run(on_ready=on_ready, stop=stop)
             finally:
@@ -123,12 +130,15 @@ class Group:
         """Set once a process of that row has served."""
         self._asked: set[asyncio.Task[None]] = set()
         self.leader = Leader(workers, board, segment)
+        self.keys = LeadingKeys(keys, segment, options.workers)
         self._door = Door(AdmitOptions(options.max_inflight))
+        self._door.share(lambda count: None, lambda: sum(board.elsewhere(INSIDE)))
         self._app = self._application(workers, keys, admin_keys)
 
     def _application(self, workers: LeadingWorkers, keys: ApiKeys, admin_keys: ApiKeys) -> ASGIApp:
         options = self._options
         core = RouterCore(options, workers, GroupMetrics(workers, self._collected))
+        self._history = core.history
         cors = cors_of(options)
         access = AdminAccess(admin_keys, is_loopback(options.host))
         front = Front(core, keys, self._door, cors)
@@ -184,6 +194,7 @@ class Group:
                 child.channel.send("stop")
             code = await child.wait(self._heard)
             self.leader.leave(row)
+            self.keys.leave(row)
             self._collected.ended(row)
             self._measured(row)
             if self._stops():
@@ -206,8 +217,13 @@ class Group:
             case ["serving"]:
                 child.is_serving.set()
                 self._first[child.row].set()
-            case ["samples", int(measure), samples]:
+            case ["keys"]:
+                self.keys.join(child.row, child.channel)
+            case ["keys_applied", int(version)]:
+                self.keys.applied(child.row, version)
+            case ["samples", int(measure), samples, history]:
                 self._collected.take(child.row, samples)
+                self._history.take(history)
                 self._measured(child.row, measure)
             case ["ask", int(number), *question]:
                 task = asyncio.create_task(self._answer(child, number, question))
@@ -257,8 +273,22 @@ class Group:
 
     async def measure_often(self) -> None:
         while True:
+            begun_s = time.monotonic()
             await asyncio.sleep(MEASURE_S)
             await self.measure()
+            # where this process itself stood still, that is not counted as their silence
+            self._check_silence(min(time.monotonic() - begun_s, 2 * MEASURE_S))
+
+    def _check_silence(self, more_s: float) -> None:
+        for child in self._children.values():
+            child.silent_s += more_s
+            if child.ended.is_set() or child.silent_s < (HUNG_S if child.is_serving.is_set() else START_S):
+                continue
+            log.error(
+                "a process of the router hangs, and is killed",
+                extra={"pid": child.pid, "silent_s": round(child.silent_s, 1)},
+            )
+            child.kill()
 
 
 async def _all(events: list[asyncio.Event]) -> None:

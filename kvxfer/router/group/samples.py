@@ -1,7 +1,8 @@
 """One ``/metrics`` of several processes: the counts of those that serve, added to what the leader knows of the workers.
 
 Counters and histograms add up. What a process had counted when it ended stays in the sums, so that none ever goes down.
-Gauges are the leader's alone: they say something of the workers, and it sees all of them. Decides nothing else.
+Gauges of what a process has now (``ADDED_UP_GAUGES``) add up over those that run. All others are the leader's alone:
+they say something of the workers, and it sees all of them. Decides nothing else.
 
 prometheus_client's own mode for several processes would need a directory of files, a variable that is set before its
 first import, and other classes of counters on the hot path.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -21,6 +22,9 @@ from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.metrics import RouterMetrics
 
 ADDED_UP = frozenset({"counter", "histogram", "summary"})
+ADDED_UP_GAUGES = frozenset(
+    ("kvxfer_router_key_inflight", "kvxfer_router_upstream_connections", "kvxfer_router_upstream_waiting")
+)
 CREATED = "_created"
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -31,7 +35,7 @@ def samples_of(registry: CollectorRegistry) -> list[Any]:
     """What one process counted, as a message carries it: ``[family, type, help, [[name, labels, value], ...]]``."""
     found = []
     for metric in registry.collect():
-        if metric.type in ADDED_UP:
+        if _adds_up(metric.name, metric.type):
             rows = [
                 [sample.name, sorted(sample.labels.items()), sample.value]
                 for sample in metric.samples
@@ -63,19 +67,20 @@ class Collected:
     def ended(self, row: int) -> None:
         """That process is gone: what it said last stays."""
         for family, counts in self._living.pop(row, {}).items():
-            _add(self._ended.setdefault(family, {}), counts)
+            if family not in ADDED_UP_GAUGES:
+                _add(self._ended.setdefault(family, {}), counts)
 
     def add_to(self, metrics: Iterable[Metric]) -> Iterable[Metric]:
         """``metrics`` of this process with what the others counted."""
         left = set(self._families)
         for metric in metrics:
             left.discard(metric.name)
-            yield self._sum(metric) if metric.type in ADDED_UP else metric
+            yield self.added_up(metric) if _adds_up(metric.name, metric.type) else metric
         for family in sorted(left):
             kind, text = self._families[family]
-            yield self._sum(Metric(family, text, kind))
+            yield self.added_up(Metric(family, text, kind))
 
-    def _sum(self, metric: Metric) -> Metric:
+    def added_up(self, metric: Metric) -> Metric:
         sums: dict[Key, float] = {}
         created = [sample for sample in metric.samples if sample.name.endswith(CREATED)]
         for sample in metric.samples:
@@ -86,6 +91,10 @@ class Collected:
         total = Metric(metric.name, metric.documentation, metric.type)
         total.samples = [Sample(name, dict(labels), value) for (name, labels), value in sums.items()] + created
         return total
+
+
+def _adds_up(family: str, kind: str) -> bool:
+    return kind in ADDED_UP or family in ADDED_UP_GAUGES
 
 
 def _add(sums: dict[Key, float], counts: dict[Key, float]) -> None:
@@ -107,8 +116,12 @@ class GroupMetrics(RouterMetrics):
 
     def __init__(self, workers: Workers, collected: Collected) -> None:
         super().__init__(workers)
+        self._collected = collected
         self._merged = CollectorRegistry()
         self._merged.register(_Merged(self.registry, collected))
+
+    def collected(self, counter: Counter) -> Iterable[Metric]:
+        return map(self._collected.added_up, counter.collect())
 
     def render(self) -> bytes:
         return generate_latest(self._merged)

@@ -2,13 +2,17 @@
 
 ::
 
-            | inside | connections | serving | -  | worker 0: prefill, decode | worker 1: prefill, decode | ...
-    row 0   |   12   |     40      |    1    |    |     2          10         |     0           0         |
+            | inside | connections | serving | -  | worker 0: prefill, decode | worker 1: ... | keys: see below |
+    row 0   |   12   |     40      |    1    |    |     2          10         |     0         |                 |
     row 1   |   ...
 
 Each cell is an aligned 64-bit number that one process alone writes, whole, in one store, from a count that it keeps
 itself. So no reader sees half a number, no two writers meet, and nothing needs a lock. A reader adds up the other
 rows. The leader empties the row of a process that it has seen end, before it gives that row to another.
+
+At the end of a row, for each limited holder of API keys (``key_cells``): its requests in flight, and what was ever used
+of its limits of requests and of tokens, in millionths. What was used stays used when a process ends, so the leader
+leaves that in the row, and the next process goes on from there. The leader has a row for this alone: the last one.
 
 The memory has no name: it is a memfd, which children inherit. Decides where a number is; it must never know why.
 """
@@ -31,9 +35,15 @@ HEADER = 8
 """Cells before the first seat: one cache line."""
 SEATS = 16384
 """Workers whose load is shared. One beyond them is counted by each process for itself."""
+KEY_SEATS = 2048
+"""Limited holders of API keys whose use is shared: twice as many as a file may name, as one that is gone keeps its seat
+for a moment. One beyond them has its limits in each process by itself."""
+KEY_INFLIGHT, KEY_REQUESTS, KEY_TOKENS = 0, 1, 2
+_KEY_NUMBERS = 3
 _CELL = 8
 _UNSEEN = -1
-_ROW_CELLS = HEADER + 2 * SEATS
+_LOAD_CELLS = HEADER + 2 * SEATS
+_ROW_CELLS = _LOAD_CELLS + _KEY_NUMBERS * KEY_SEATS
 
 Cells = npt.NDArray[np.int64]
 
@@ -48,6 +58,8 @@ class SharedCounts:
             raise InvalidArgumentError(f"the shared memory is not that of {rows} processes")
         self._memory = mmap.mmap(descriptor, size)
         self.table: Cells = np.frombuffer(self._memory, dtype=np.int64).reshape(rows, _ROW_CELLS)
+        self.keys: Cells = self.table[:, _LOAD_CELLS:].reshape(rows, _KEY_NUMBERS, KEY_SEATS)
+        """The same memory: by row, number (KEY_INFLIGHT and the others) and seat."""
 
     @classmethod
     def make(cls, rows: int) -> SharedCounts:
@@ -61,13 +73,18 @@ class SharedCounts:
         os.close(self.descriptor)
 
     def clear(self, row: int) -> None:
-        """The process that wrote this row has ended."""
-        self.table[row] = 0
+        """The process that wrote this row has ended: nothing of it is in flight. What it used stays used."""
+        self.table[row, :_LOAD_CELLS] = 0
+        self.keys[row, KEY_INFLIGHT] = 0
 
     def inflight(self, seat: int) -> int:
         """Of all processes, at one worker."""
         at = HEADER + 2 * seat
         return int(self.table[:, at : at + 2].sum())
+
+    def key_inflight(self, seat: int) -> int:
+        """Of all processes, of one holder of API keys."""
+        return int(self.keys[:, KEY_INFLIGHT, seat].sum())
 
 
 class SharedBoard:

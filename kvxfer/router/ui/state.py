@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter
+from prometheus_client.metrics_core import Metric
 
 from kvxfer import __version__
 from kvxfer.router.core import RouterCore
@@ -63,7 +63,7 @@ class StateFeed:
             "version": __version__,
             "router": {
                 "status": "draining" if self._door.is_draining else "ok",
-                "inflight": self._door.inflight,
+                "inflight": self._door.inflight_everywhere,
                 "inflight_max": core.options.max_inflight,
                 "coordinator": core.options.coordinator,
                 "coordinator_connected": core.workers.is_connected,
@@ -100,21 +100,21 @@ class StateFeed:
         metrics, fleet = self._core.metrics, self._core.workers.counters
         return {
             "requests": dict(sorted(self._core.history.outcomes().items())),
-            "placements": _by_label(metrics.placements),
-            "retries": _by_label(metrics.retries),
-            "retries_refused": _by_label(metrics.retries_refused),
-            "leg_failures": _by_label(metrics.leg_failures),
-            "recomputes": _by_label(metrics.recomputes, "verdict"),
-            "prefills_forgone": _by_label(metrics.prefills_forgone),
+            "placements": _by_label(metrics.collected(metrics.placements)),
+            "retries": _by_label(metrics.collected(metrics.retries)),
+            "retries_refused": _by_label(metrics.collected(metrics.retries_refused)),
+            "leg_failures": _by_label(metrics.collected(metrics.leg_failures)),
+            "recomputes": _by_label(metrics.collected(metrics.recomputes), "verdict"),
+            "prefills_forgone": _by_label(metrics.collected(metrics.prefills_forgone)),
             "ejections": {"": sum(fleet.ejections.values())},
             "pair_ejections": {"": sum(fleet.pair_ejections.values())},
         }
 
 
-def _by_label(counter: Counter, *labels: str) -> dict[str, int]:
-    """Its values by their labels, or by those of ``labels`` alone, joined by spaces."""
+def _by_label(counted: Iterable[Metric], *labels: str) -> dict[str, int]:
+    """A counter's values by their labels, or by those of ``labels`` alone, joined by spaces."""
     values: dict[str, int] = {}
-    for family in counter.collect():
+    for family in counted:
         for sample in family.samples:
             if sample.name.endswith("_total"):
                 name = " ".join(sample.labels[label] for label in labels or sorted(sample.labels))

@@ -79,6 +79,32 @@ def test_gauges_are_the_leaders_alone() -> None:
     assert ("kvxfer_router_inflight", frozenset({("worker", "x1"), ("part", "decode")})) not in values(shown)
 
 
+def test_gauges_of_what_processes_have_now_add_up_and_end_with_them() -> None:
+    collected = Collected()
+    shown = GroupMetrics(Workers(), collected)
+    for row in range(3):
+        one = RouterMetrics(Workers())
+        for _ in range(row + 1):
+            one.key_began("team")
+        collected.take(row, told(one))
+    assert of(shown, "kvxfer_router_key_inflight", key="team") == 6
+    collected.ended(2)
+    assert of(shown, "kvxfer_router_key_inflight", key="team") == 3
+
+
+def test_a_single_counter_is_read_of_all_processes() -> None:
+    collected = Collected()
+    shown = GroupMetrics(Workers(), collected)
+    one = RouterMetrics(Workers())
+    one.placed("remote")
+    one.placed("remote")
+    collected.take(0, told(one))
+    [family] = shown.collected(shown.placements)
+    assert {sample.labels["reason"]: sample.value for sample in family.samples if sample.name.endswith("_total")} == {
+        "remote": 2
+    }
+
+
 def test_a_family_that_only_another_process_has_is_shown() -> None:
     collected = Collected()
     collected.take(0, [["kvxfer_router_new", "counter", "New", [["kvxfer_router_new_total", [], 2.0]]]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.router.group.leader import Seats
 from kvxfer.router.group.messages import NO_SEAT
+from kvxfer.router.group.seats import Seats
 from tests.support.fleet import stock
 
 REFS = [stock(f"d{number}").ref for number in range(6)]

@@ -33,7 +33,7 @@ def test_turn_leaves_a_connection_to_processes_that_have_fewer() -> None:
     shared = SharedCounts.make(3)
     boards = [SharedBoard(shared, row) for row in range(3)]
     channel: Any = Silent()
-    member = GroupMember(MemberStart(RouterOptions(), 3), channel, boards[0])
+    member = GroupMember(MemberStart(RouterOptions(), 3), channel, shared, 0)
     assert member.turn(7) == 0  # no other serves
     for board, count in zip(boards[1:], (5, 9), strict=True):
         board.show_self(SERVING, 1)
