@@ -161,6 +161,7 @@ class Dispatcher:
             raise RequestError(
                 f"model: {inbound.model!r} is not served here; there is {', '.join(models)}",
                 param="model",
+                status=404,
                 error_code="model_not_found",
             )
         return inbound

@@ -144,7 +144,7 @@ def test_embeddings_and_models(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [
-        ({"model": "none"}, openai.BadRequestError),
+        ({"model": "none"}, openai.NotFoundError),
         ({"messages": []}, openai.BadRequestError),
         ({"n": -1}, openai.BadRequestError),
         ({"max_tokens": 100_000}, openai.BadRequestError),
