@@ -73,6 +73,8 @@ class Candidate:
     """Of the work that it would get otherwise: less in a slow start, and the less the worse where it is ejected."""
     is_alone: bool = False
     """Whether its engine always computes the prompt itself, and none for another."""
+    computes_alone: bool = True
+    """Whether its engine, as a decoder, computes a prompt itself when it is to."""
     aliases: frozenset[str] = frozenset()
     """Other names of models that it serves."""
 
@@ -189,6 +191,7 @@ def place(
     sizes: Sizes = UNKNOWN,
     wants_remote_prefill: bool = True,
     allows_local_prefill: bool = True,
+    generates: bool = True,
     excluded: frozenset[str] = frozenset(),
     avoided: frozenset[str] = frozenset(),
     cost_between: Callable[[Member, Member], float] = transfer_cost,
@@ -199,6 +202,7 @@ def place(
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as a last choice.
     ``ejected_pairs`` (prefill, decode) are taken only where the decoder must not compute the prompt itself and there is
     no other pair.
+    A request that does not generate (``generates``) has no prompt to compute, so that any decoder answers it alone.
     ``tie_break`` is any int drawn by the caller. Raises NoWorkerError where no decoder is left, or where the prompt may
     not be computed by the decoder and no other worker can; DoesNotFitError where none that is known is large enough, be
     it busy, suspect, draining or excluded.
@@ -217,11 +221,15 @@ def place(
     decoders = _among(decoders, able_decoders)
     if not decoders:
         raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
+    if not wants_remote_prefill and allows_local_prefill:
+        decoders = _computing(decoders, generates=generates) or decoders
     decoders = [c for c in decoders if not c.is_last_choice] or decoders
     decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
-    if not wants_remote_prefill and allows_local_prefill:
-        return Placement(None, decoders[0].member, PlaceReason.NOT_WANTED)
+    # computing: those that may compute the prompt themselves.
+    computing = _computing(decoders, generates=generates) if allows_local_prefill else []
+    if not wants_remote_prefill and computing:
+        return Placement(None, computing[0].member, PlaceReason.NOT_WANTED)
     alone = next((c for c in decoders if c.is_alone), None)
 
     prefillers = [c for c in usable if c.member.info.role.can_prefill and not c.is_alone]
@@ -232,27 +240,37 @@ def place(
         prefillers = _among(prefillers, able_prefillers)
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
-    if prefillers and all(c.is_last_choice for c in prefillers) and allows_local_prefill:
-        return Placement(None, decoders[0].member, PlaceReason.PREFILL_EJECTED)
+    if prefillers and all(c.is_last_choice for c in prefillers) and computing:
+        return Placement(None, computing[0].member, PlaceReason.PREFILL_EJECTED)
     prefillers = [c for c in prefillers if not c.is_last_choice] or prefillers
     prefillers = [c for c in prefillers if can_prefill(c, sizes.likely)] or prefillers
     prefillers = _by_cost(prefillers, prefill_cost, tie_break // max(1, len(decoders)))
     paired = [c for c in decoders if not c.is_alone]
     if prefillers and paired:
         best, local_reason = _best_pair(prefillers, paired, cost_between, ejected_pairs)
-        if best is None and ejected_pairs and alone is None and not allows_local_prefill:
+        if best is None and ejected_pairs and alone is None and not computing:
             best, local_reason = _best_pair(prefillers, paired, cost_between, frozenset())
         if best is not None:
             if alone is not None and decode_cost(alone) <= best[0]:
                 return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
             return Placement(best[1], best[2], PlaceReason.REMOTE)
-    if alone is not None and (alone is decoders[0] or not allows_local_prefill):
+    if alone is not None and (not computing or alone is computing[0]):
         return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
-    if not allows_local_prefill:
+    if not computing:
         if known_prefillers and not able_prefillers:
             raise _does_not_fit(known_prefillers, model, sizes.need)
-        raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and local prefill is off")
-    return Placement(None, decoders[0].member, local_reason)
+        why = "no decode worker computes a prompt itself" if allows_local_prefill else "local prefill is off"
+        raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and {why}")
+    return Placement(None, computing[0].member, local_reason)
+
+
+def can_compute_alone(candidate: Candidate) -> bool:
+    """Whether a decoder can compute a prompt itself."""
+    return candidate.computes_alone or candidate.is_alone
+
+
+def _computing(decoders: Sequence[Candidate], *, generates: bool) -> list[Candidate]:
+    return [c for c in decoders if can_compute_alone(c) or not generates]
 
 
 def can_prefill(candidate: Candidate, need: Need) -> bool:

@@ -427,3 +427,25 @@ def test_a_worker_too_small_is_never_chosen_and_a_request_that_fits_one_is_never
         return
     assert decoder in fits
     assert source is None or source in prefills - {decoder}
+
+
+def test_a_decoder_that_computes_nothing_alone_gets_pairs_only() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, computes_alone=False)
+    for wants in (True, False):
+        found = place([p, d], model="m", tie_break=0, wants_remote_prefill=wants)
+        assert found.prefill is p.member
+    assert place([d], model="m", tie_break=0, generates=False).prefill is None
+    with pytest.raises(NoWorkerError, match="no decode worker computes a prompt itself"):
+        place([d], model="m", tie_break=0)
+    ejected = dataclasses.replace(p, is_last_choice=True)
+    assert place([ejected, d], model="m", tie_break=0).prefill is p.member
+    pair = frozenset({(p.member.ref, d.member.ref)})
+    assert place([p, d], model="m", tie_break=0, ejected_pairs=pair).prefill is p.member
+
+
+def test_what_is_not_to_be_split_goes_where_it_can_be_computed() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, computes_alone=False)
+    one = worker("one", Role.BOTH, is_alone=True, decode_inflight=50, is_last_choice=True)
+    found = place([p, d, one], model="m", tie_break=0, wants_remote_prefill=False)
+    assert (found.prefill, found.decode) == (None, one.member)
+    assert place([p, d, one], model="m", tie_break=0).prefill is p.member
