@@ -43,8 +43,8 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
-    fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e \
+    test-sglang-router slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -66,7 +66,7 @@ deep-tests: install
 	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/fuzz/test_corpus.py $(ARGS)'
 
 deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
-	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py $(ARGS)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py tests/vllm/test_router_smoke.py $(ARGS)
 
 deep-wheel: wheel
 	@PART=$@ .ci/test-staged build/installed wheel $(WHEEL_SMOKE) $(ARGS)
@@ -84,6 +84,7 @@ nightly-vllm: test-vllm
 
 nightly-sglang:
 	@ORDERS=1000 $(MAKE) test-sglang
+	@$(MAKE) test-sglang-router
 
 nightly-sim:
 	@$(MAKE) sim SEEDS=2000 ENGINE_SEEDS=5000
@@ -130,8 +131,16 @@ $(NIXL)/.installed: benchmarks/peers/requirements.txt
 	@wheel=$$(grep '^nixl-cu12==' $<) && $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(NIXL) $(PIP_ARGS) "$$wheel"
 	@touch $@
 
-# The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
-test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
+# What imports as `nixl`, and only passes on what is in that wheel. Apart from it: kvxfer's drop-in has that name too.
+NIXL_NAME = build/nixl-name
+$(NIXL_NAME)/.installed: benchmarks/peers/requirements.txt
+	@rm -rf $(NIXL_NAME)
+	@wheel=$$(sed -n 's/^nixl-cu12==/nixl==/p' $<) && $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(NIXL_NAME) $(PIP_ARGS) "$$wheel"
+	@touch $@
+
+# The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time); and the router in
+# front of vLLM as it is, whose NixlConnector imports NIXL's own wheels.
+test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION) $(NIXL)/.installed $(NIXL_NAME)/.installed
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm $(ARGS)
 
 # The transfer backend inside real SGLang, whose classes only import in an environment of its own (3 GB, minutes the first
@@ -143,6 +152,10 @@ test-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 
 test-sglang-e2e: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 	@$(IN_SGLANG) tests/sglang/test_e2e_demo.py tests/sglang/test_e2e*.py $(ARGS)
+
+# The router in front of SGLang's servers: one, and a pair with the transfer backend.
+test-sglang-router: install $(SGLANG)/.installed-$(SGLANG_VERSION)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/sglang/test_router.py $(ARGS)
 
 $(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
 	@echo "kvxfer: installing SGLang $(SGLANG_VERSION) for CPU into $(SGLANG)"

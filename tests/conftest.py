@@ -47,7 +47,9 @@ PLACES = {
     "tests/sglang/test_e2e_engines.py": "nightly",
     "tests/sglang/test_e2e_lost.py": "nightly",
     "tests/sglang/test_e2e_nixl.py": "nightly",
+    "tests/sglang/test_router.py": "nightly",
     "tests/vllm/": "nightly",
+    "tests/vllm/test_router_smoke.py": "deep",
     "tests/vllm/test_smoke.py": "deep",
 }
 """The tier of the tests whose ids begin so; the longest beginning counts. One test, or one value of a parameter, that

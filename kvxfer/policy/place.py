@@ -71,8 +71,8 @@ class Candidate:
     """Of the work that it would get otherwise: less in a slow start, and the less the worse where it is ejected."""
     is_alone: bool = False
     """Whether its engine always computes the prompt itself, and none for another."""
-    needs_prefill: bool = False
-    """Whether its engine never computes a prompt itself, and refuses what comes without one that was."""
+    computes_alone: bool = True
+    """Whether its engine, as a decoder, computes a prompt itself when it is to."""
     aliases: frozenset[str] = frozenset()
     """Other names of models that it serves."""
 
@@ -189,7 +189,7 @@ def place(
     sizes: Sizes = UNKNOWN,
     wants_remote_prefill: bool = True,
     allows_local_prefill: bool = True,
-    has_answer: bool = True,
+    generates: bool = True,
     excluded: frozenset[str] = frozenset(),
     avoided: frozenset[str] = frozenset(),
     cost_between: Callable[[Member, Member], float] = transfer_cost,
@@ -197,10 +197,10 @@ def place(
 ) -> Placement:
     """Choose the pair for one request.
 
-    ``has_answer``: whether tokens are generated; what needs none, as counting tokens, any decoder does alone.
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as a last choice.
     ``ejected_pairs`` (prefill, decode) are taken only where the decoder must not compute the prompt itself and there is
     no other pair.
+    A request that does not generate (``generates``) has no prompt to compute, so that any decoder answers it alone.
     ``tie_break`` is any int drawn by the caller. Raises NoWorkerError where no decoder is left, or where the prompt may
     not be computed by the decoder and no other worker can; DoesNotFitError where none that is known is large enough, be
     it busy, suspect, draining or excluded.
@@ -220,13 +220,15 @@ def place(
     decoders = _among(decoders, able_decoders, known_decoders)
     if not decoders:
         raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
+    if not wants_remote_prefill and allows_local_prefill:
+        decoders = _computing(decoders, generates=generates) or decoders
     decoders = [c for c in decoders if not c.is_last_choice] or decoders
     decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
-    lone = [c for c in decoders if not c.needs_prefill] if has_answer else decoders  # those that may compute the prompt
-    allows_local_prefill = allows_local_prefill and bool(lone)
-    if not wants_remote_prefill and allows_local_prefill:
-        return Placement(None, lone[0].member, PlaceReason.NOT_WANTED)
+    # computing: those that may compute the prompt themselves.
+    computing = _computing(decoders, generates=generates) if allows_local_prefill else []
+    if not wants_remote_prefill and computing:
+        return Placement(None, computing[0].member, PlaceReason.NOT_WANTED)
     alone = next((c for c in decoders if c.is_alone), None)
     if not wants_remote_prefill and alone is not None:
         return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
@@ -239,28 +241,33 @@ def place(
         prefillers = _among(prefillers, able_prefillers, known_prefillers)
         if not prefillers:
             local_reason = PlaceReason.PREFILL_TOO_SMALL
-    if prefillers and all(c.is_last_choice for c in prefillers) and allows_local_prefill:
-        return Placement(None, lone[0].member, PlaceReason.PREFILL_EJECTED)
+    if prefillers and all(c.is_last_choice for c in prefillers) and computing:
+        return Placement(None, computing[0].member, PlaceReason.PREFILL_EJECTED)
     prefillers = [c for c in prefillers if not c.is_last_choice] or prefillers
     prefillers = [c for c in prefillers if can_prefill(c, sizes.likely)] or prefillers
     prefillers = _by_cost(prefillers, prefill_cost, tie_break // max(1, len(decoders)))
     paired = [c for c in decoders if not c.is_alone]
     if prefillers and paired:
         best, local_reason = _best_pair(prefillers, paired, cost_between, ejected_pairs)
-        if best is None and ejected_pairs and alone is None and not allows_local_prefill:
+        if best is None and ejected_pairs and alone is None and not computing:
             best, local_reason = _best_pair(prefillers, paired, cost_between, frozenset())
         if best is not None:
             if alone is not None and decode_cost(alone) <= best[0]:
                 return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
             return Placement(best[1], best[2], PlaceReason.REMOTE)
-    if alone is not None and (alone is decoders[0] or not allows_local_prefill):
+    if alone is not None and (not computing or alone is computing[0]):
         return Placement(None, alone.member, PlaceReason.ENGINE_ALONE)
-    if not allows_local_prefill:
+    if not computing:
         if known_prefillers and not able_prefillers:
             raise _does_not_fit(known_prefillers, model, sizes.need)
-        why = "local prefill is off" if lone else "no decode worker computes a prompt itself"
+        why = "no decode worker computes a prompt itself" if allows_local_prefill else "local prefill is off"
         raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and {why}")
-    return Placement(None, lone[0].member, local_reason)
+    return Placement(None, computing[0].member, local_reason)
+
+
+def _computing(decoders: Sequence[Candidate], *, generates: bool) -> list[Candidate]:
+    """Those that can compute the prompt themselves, where there is one to compute."""
+    return [c for c in decoders if c.computes_alone or not generates]
 
 
 def can_prefill(candidate: Candidate, need: Need) -> bool:

@@ -82,7 +82,7 @@ class Dispatcher:
         core.retries.earn()
         attempt: Attempt | None = None
         try:
-            while course.last is None or self._may_try_again(course):
+            while course.last is None or self._may_try_again(course, inbound):
                 try:
                     placement = self._place(inbound, course, record)
                 except NoWorkerError:
@@ -93,8 +93,6 @@ class Dispatcher:
                     if course.last is None:
                         raise _request_error(error, inbound) from None
                     break
-                if placement.prefill is not None and not self._has_tries(course):
-                    break  # it was to be tried without P, and no decode worker can do that
                 if course.last is not None and not await self._begin_retry(course, placement):
                     break
                 core.metrics.placed(placement.reason.value)
@@ -140,19 +138,23 @@ class Dispatcher:
             await asyncio.sleep(RETRY_BACKOFF.delay_s(max(1, course.failures), random=self._draw()))
         return True
 
-    def _may_try_again(self, course: _Course) -> bool:
+    def _may_try_again(self, course: _Course, inbound: Inbound) -> bool:
         """A failure for size is not counted: that worker is not asked again. And where only P failed, D may still
         compute the prompt."""
-        return self._has_tries(course) or self._goes_alone(course)
+        return (
+            course.failures < self._core.options.attempts_max
+            or course.last_is_of_size
+            or self._goes_alone(course, inbound)
+        )
 
-    def _has_tries(self, course: _Course) -> bool:
-        return course.failures < self._core.options.attempts_max or course.last_is_of_size
-
-    def _goes_alone(self, course: _Course) -> bool:
-        """Whether D is to compute the prompt since P failed often enough, or for the last time."""
+    def _goes_alone(self, course: _Course, inbound: Inbound) -> bool:
+        """Whether D is to compute the prompt since P failed often enough, or for the last time; and some D can."""
         tries = min(PREFILL_TRIES, self._core.options.attempts_max)
         allows = self._core.options.allows_local_prefill
-        return allows and course.last_failed_at is Part.PREFILL and course.failures >= tries
+        if not allows or course.last_failed_at is not Part.PREFILL or course.failures < tries:
+            return False
+        known = (c for c in self._core.workers.candidates() if c.serves(inbound.model))
+        return any(c.computes_alone for c in known if c.member.info.role.can_decode)
 
     def _with_model(self, inbound: Inbound) -> Inbound:
         models = self._core.workers.models()
@@ -166,6 +168,7 @@ class Dispatcher:
             raise RequestError(
                 f"model: {inbound.model!r} is not served here; there is {', '.join(models)}",
                 param="model",
+                status=404,
                 error_code="model_not_found",
             )
         return inbound
@@ -173,33 +176,37 @@ class Dispatcher:
     def _place(self, inbound: Inbound, course: _Course, record: RequestRecord) -> Placement:
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
-        goes_alone = self._goes_alone(course)
+        goes_alone = self._goes_alone(course, inbound)
         splits = inbound.api.generates and wanted.at is PrefillAt.REMOTE and not goes_alone
         placement = self._choose(inbound, course, splits=splits)
         if placement.prefill is not None:
             decoder = self._core.workers.worker(placement.decode.ref)
             field = dialect(decoder.dialect).refuses_split(inbound)
             if field is not None:
-                placement = self._choose(inbound, course, splits=False)
-                if placement.prefill is not None:
-                    is_off = not self._core.options.allows_local_prefill
-                    why = "local_prefill is off, so that no decode worker may" if is_off else "no decode worker can"
-                    raise RequestError(
-                        f"{field}: a prefill worker and a decode worker cannot share this request, and {why} compute "
-                        "the prompt itself",
-                        param=field,
-                    )
+                placement = self._choose_for_one(inbound, course, field)
                 record.alone_for = b"field:" + field.encode()
         was_lost = course.last_failed_at is Part.PREFILL and splits and placement.prefill is None
-        if placement.prefill is None and (goes_alone or was_lost):
+        if goes_alone or was_lost:
             agent_id = placement.decode.ref.agent_id
             if not self._core.may_recompute(agent_id):
                 self._core.metrics.recompute_refused(agent_id)
                 raise NoWorkerError("the prefill worker was lost, and this decode worker has computed enough prompts")
             self._core.metrics.recomputed(agent_id)
-        if placement.prefill is None and goes_alone:
+        if goes_alone:
             return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
         return placement
+
+    def _choose_for_one(self, inbound: Inbound, course: _Course, field: str) -> Placement:
+        """For a request that two workers cannot share. Raises RequestError where none may answer it alone."""
+        placement = self._choose(inbound, course, splits=False)
+        if placement.prefill is None:
+            return placement
+        why = "no worker here computes a prompt for itself alone"
+        if not self._core.options.allows_local_prefill:
+            why = "local_prefill is off, so that no decode worker may compute the prompt itself"
+        raise RequestError(
+            f"{field}: a prefill worker and a decode worker cannot share this request, and {why}", param=field
+        )
 
     def _choose(self, inbound: Inbound, course: _Course, *, splits: bool) -> Placement:
         workers = self._core.workers
@@ -210,7 +217,7 @@ class Dispatcher:
             sizes=course.sizes(),
             wants_remote_prefill=splits,
             allows_local_prefill=self._core.options.allows_local_prefill,
-            has_answer=inbound.api.generates,
+            generates=inbound.api.generates,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
             cost_between=course.cost_between(),

@@ -38,6 +38,7 @@ DEFAULT: dict[int | str, Schema] = {
 """Of every route; also in place of FastAPI's 422, which the router answers as 400."""
 ERRORS = {
     400: "the request is wrong: `param` names the field",
+    404: "no worker serves that model, or that route",
     503: "no worker takes it now; `retry-after` says when to ask again",
 }
 UNREADY: dict[int | str, Schema] = {

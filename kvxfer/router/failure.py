@@ -32,6 +32,9 @@ INTERNAL = 500
 BAD_GATEWAY = 502
 UNAVAILABLE = 503
 
+REFUSED = "refused"
+"""The code of a worker's 4xx that has none."""
+
 _TOKENS_MAX = 1 << 40
 _STATUS = re.compile(r"[45][0-9]{2}")
 _TOO_LONG = re.compile(
@@ -201,7 +204,7 @@ def of_handover(error: ProtocolError) -> Failure:
 
 def from_answer(what: str, status: int, content: bytes) -> Failure:
     """The failure that a worker's own HTTP answer (not a 200) stands for; its error object is kept as it is."""
-    body = _error_object(content)
+    body = _error_object(content, status)
     is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or _says_busy(body)))
     if is_busy and body is None:
         body = error_body(OverloadedError(f"the {what} worker takes no more requests"))
@@ -210,7 +213,7 @@ def from_answer(what: str, status: int, content: bytes) -> Failure:
         return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
     if 400 <= status < 500:
         if body is None:
-            body = error_body(f"the {what} worker refused the request ({status})", kind=INVALID_REQUEST, code="refused")
+            body = error_body(f"the {what} worker refused the request ({status})", kind=INVALID_REQUEST, code=REFUSED)
         if _says_too_long(body) or status == TOO_LARGE:
             return Failure(FailureKind.DOES_NOT_FIT, status, body)
         kind = FailureKind.ERROR if body["error"]["retryable"] else FailureKind.REFUSED
@@ -265,8 +268,9 @@ def _says_too_long(body: dict[str, Any]) -> bool:
     return is_too_long
 
 
-def _error_object(content: bytes) -> dict[str, Any] | None:
-    """OpenAI's error object out of a worker's bytes, made whole; None where there is none that can be passed on."""
+def _error_object(content: bytes, status: int = INTERNAL) -> dict[str, Any] | None:
+    """OpenAI's error object out of a worker's bytes, made whole as one of that ``status``; None where there is none
+    that can be passed on."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -275,11 +279,13 @@ def _error_object(content: bytes) -> dict[str, Any] | None:
     if error is None:
         return None
     param = error.get("param")
+    is_refusal = status < INTERNAL and status != TOO_MANY
+    kind, code = (INVALID_REQUEST, REFUSED) if is_refusal else (SERVER_ERROR, KvxferError.code)
     whole = {
         **error,
-        "type": str(error.get("type") or SERVER_ERROR),
+        "type": str(error.get("type") or kind),
         "param": param if isinstance(param, str) else None,
-        "code": str(error.get("code") or KvxferError.code),
+        "code": str(error.get("code") or code),
         "retryable": error.get("retryable") is True,
     }
     try:

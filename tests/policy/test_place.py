@@ -186,22 +186,6 @@ def test_reasons() -> None:
         chosen_pair(mine, other, allows_local_prefill=False)
 
 
-def test_a_decoder_that_computes_no_prompt_gets_none_to_compute() -> None:
-    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, needs_prefill=True)
-    lone = worker("e", Role.BOTH, is_alone=True, decode_inflight=9)
-    able = worker("f", Role.DECODE, decode_inflight=9)
-    assert chosen_pair(p, d, wants_remote_prefill=False) == ("p", "d", PlaceReason.REMOTE)
-    assert chosen_pair(p, d, lone, wants_remote_prefill=False) == (None, "e", PlaceReason.NOT_WANTED)
-    assert chosen_pair(p, d, able, wants_remote_prefill=False) == (None, "f", PlaceReason.NOT_WANTED)
-    last = dataclasses.replace(p, is_last_choice=True)
-    assert chosen_pair(last, d) == ("p", "d", PlaceReason.REMOTE)
-    assert chosen_pair(last, d, able) == (None, "f", PlaceReason.PREFILL_EJECTED)
-    assert chosen_pair(d, able) == (None, "f", PlaceReason.NO_PREFILL_WORKER)
-    with pytest.raises(NoWorkerError, match="no decode worker computes a prompt itself"):
-        chosen_pair(d)
-    assert chosen_pair(d, wants_remote_prefill=False, has_answer=False) == (None, "d", PlaceReason.NOT_WANTED)
-
-
 def test_a_pair_is_not_made_while_one_does_not_know_its_weights() -> None:
     def engine(name: str, role: Role, weights: str, **changes: Any) -> Candidate:
         return worker(name, role, pools=(pool(weights_fingerprint=weights, **changes),))
@@ -443,3 +427,28 @@ def test_a_worker_too_small_is_never_chosen_and_a_request_that_fits_one_is_never
         return
     assert decoder in fits
     assert source is None or source in prefills - {decoder}
+
+
+def test_a_decoder_that_computes_nothing_alone_gets_pairs_only() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, computes_alone=False)
+    for wants in (True, False):
+        found = place([p, d], model="m", tie_break=0, wants_remote_prefill=wants)
+        assert found.prefill is p.member
+    assert place([d], model="m", tie_break=0, generates=False).prefill is None
+    with pytest.raises(NoWorkerError, match="no decode worker computes a prompt itself"):
+        place([d], model="m", tie_break=0)
+    ejected = dataclasses.replace(p, is_last_choice=True)
+    assert place([ejected, d], model="m", tie_break=0).prefill is p.member
+    pair = frozenset({(p.member.ref, d.member.ref)})
+    assert place([p, d], model="m", tie_break=0, ejected_pairs=pair).prefill is p.member
+
+
+def test_what_is_not_to_be_split_goes_where_it_can_be_computed() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, computes_alone=False)
+    one = worker("one", Role.BOTH, is_alone=True, decode_inflight=50, is_last_choice=True)
+    found = place([p, d, one], model="m", tie_break=0, wants_remote_prefill=False)
+    assert (found.prefill, found.decode) == (None, one.member)
+    assert place([p, d, one], model="m", tie_break=0).prefill is p.member
+    one = worker("one", Role.BOTH, is_alone=True, decode_inflight=50)
+    found = place([p, d, one], model="m", tie_break=0, wants_remote_prefill=False, allows_local_prefill=False)
+    assert (found.prefill, found.reason) == (None, PlaceReason.ENGINE_ALONE)

@@ -53,7 +53,7 @@ def test_what_an_engine_answers_is_the_exception_of_its_status(
 
 
 def test_what_is_the_clients_fault_is_its_own_exception(client: Any) -> None:
-    with pytest.raises(anthropic.BadRequestError):
+    with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="none", max_tokens=12, messages=MESSAGES)
 
 

@@ -22,7 +22,7 @@ async def test_a_hot_route_says_what_it_takes_and_answers(api: Api) -> None:
     assert ("model" in schema.get("required", ())) is api.requires_model
     assert set(api.prompt_fields) <= set(schema["properties"])
     assert schema["additionalProperties"] is True
-    assert {"200", "400", "503", "default"} <= set(operation["responses"])
+    assert {"200", "400", "404", "503", "default"} <= set(operation["responses"])
     error = operation["responses"]["400"]["content"]["application/json"]["schema"]
     assert "code" in error["properties"]["error"]["properties"]
     assert ("text/event-stream" in operation["responses"]["200"]["content"]) is api.generates

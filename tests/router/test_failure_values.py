@@ -43,6 +43,13 @@ def test_an_error_answer_keeps_its_message(status: int, body: Any, kind: Failure
     assert set(failed.body["error"]) >= {"message", "type", "param", "code", "retryable"}
 
 
+def test_a_refusal_without_a_type_is_the_clients() -> None:
+    refused = from_answer("decode", 404, b'{"detail": "Not Found"}').body["error"]
+    assert (refused["type"], refused["code"], refused["retryable"]) == ("invalid_request_error", "refused", False)
+    busy = from_answer("decode", 429, b'{"detail": "slow down"}')
+    assert (busy.status, busy.body["error"]["type"]) == (503, "server_error")
+
+
 def test_a_chunk_that_quotes_an_error_is_none() -> None:
     for data in (b'{"choices":[{"delta":{"content":"\\"error\\""}}]}', b'{"error":null,"choices":[]}', b'"error"'):
         assert from_event("decode", data) is None

@@ -32,8 +32,8 @@ class PlainAnswer:
 class OneProcess:
     """``engines`` are in the order of their roles."""
 
-    def __init__(self, url: str, engines: list[Engine]) -> None:
-        self.url = url
+    def __init__(self, url: str, engines: list[Engine], dialect: str) -> None:
+        self.url, self.dialect = url, dialect
         self.engines = engines
         self._host, port = url.removeprefix("http://").split(":")
         self._port = int(port)
@@ -85,7 +85,11 @@ async def _serve(
         shown = [Engine(one) for one in (await engines_ready)["engines"]]
         ending = "?bootstrap_port={}" if dialect in ("sglang", "vllm-mooncake") else ""
         urls = {
-            role: tuple(one.url + ending.format(one.port) for one in shown if one.shown["role"] == role)
+            role: tuple(
+                one.url + ending.format(one.port) * (role is not EngineRole.BOTH)
+                for one in shown
+                if one.shown["role"] == role
+            )
             for role in EngineRole
         }
         settings = RouterOptions(
@@ -97,7 +101,7 @@ async def _serve(
         )
 
         def on_ready(line: dict[str, Any]) -> None:
-            ready[0] = OneProcess(line["http_url"], shown)
+            ready[0] = OneProcess(line["http_url"], shown, dialect)
             ready[1].set()
 
         await serve_router(settings, on_ready=on_ready, stop=stop)

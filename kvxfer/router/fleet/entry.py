@@ -15,7 +15,7 @@ from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.health import WorkerHealth
 from kvxfer.policy.place import Candidate
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
-from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, SPLIT_ONLY_DIALECTS, EngineDialect, Worker
+from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
 
 
 class WorkerEntry:
@@ -104,7 +104,7 @@ class WorkerEntry:
             clips_answers=self.worker.dialect in CLIPPING_DIALECTS,
             known_capacity=self.capacity,
             is_alone=self.worker.dialect == EngineDialect.PLAIN,
-            needs_prefill=self.worker.dialect in SPLIT_ONLY_DIALECTS,
+            computes_alone=self.worker.dialect not in PAIRED_DIALECTS or info.role.can_prefill,
             aliases=aliases,
         )
         self._skeleton: dict[str, Any] = dict(skeleton.__dict__)

@@ -40,8 +40,8 @@ class EngineDialect(enum.StrEnum):
 ENGINE_DIALECTS = frozenset(EngineDialect)
 CLIPPING_DIALECTS = frozenset({EngineDialect.VLLM_KVXFER, EngineDialect.VLLM, EngineDialect.VLLM_MOONCAKE})
 """Of engines that end an answer where their context ends, whatever was asked for."""
-SPLIT_ONLY_DIALECTS = frozenset({EngineDialect.SGLANG})
-"""Of engines whose decode workers never compute a prompt themselves."""
+PAIRED_DIALECTS = frozenset({EngineDialect.SGLANG})
+"""Of engines whose decode worker computes no prompt itself, whatever it is asked."""
 BOOTSTRAPPED_DIALECTS = frozenset({EngineDialect.SGLANG, EngineDialect.VLLM_MOONCAKE})
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvxfer.router.dialects import DIALECTS, Order, Prefilled, dialect
-from kvxfer.router.fleet.worker import SPLIT_ONLY_DIALECTS
 from tests.support.router_bodies import CHAT, COMPLETIONS, GENERATE, LEAST, MESSAGES, RESPONSES, P, inbound
 
 STOCK = ("vllm", "vllm-mooncake")
@@ -110,7 +109,7 @@ def test_what_each_dialect_can() -> None:
     assert {name for name, one in spoken.items() if one.order is Order.PREFILL_FIRST} == {"vllm"}
     assert {name for name, one in spoken.items() if one.order is Order.ALONE} == {"plain"}
     assert {name for name, one in spoken.items() if one.keeps_prefill} == {"vllm"}
-    assert {name for name, one in spoken.items() if not one.computes_alone} == SPLIT_ONLY_DIALECTS == {"sglang"}
+    assert {name for name, one in spoken.items() if not one.computes_alone} == {"sglang"}
     assert {name for name, one in spoken.items() if one.discovery_url(P) is not None} == {"vllm-mooncake"}
 
 
