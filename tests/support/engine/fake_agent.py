@@ -222,7 +222,8 @@ class FakeTransfer:
         world, early = self.world, 0
         self.is_told = False
         error = world.pull_errors.get(self.transfer_id)
-        end_s = world.loop.time() + world.pull_wait_s
+        wait_s = world.pull_wait_s if self.timeout_s is None else min(self.timeout_s, world.pull_wait_s)
+        end_s = world.loop.time() + wait_s
         done = 0
         while True:
             with world.lock:
