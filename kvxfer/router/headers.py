@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 
 from kvxfer.errors import ConfigError
-from kvxfer.observe import is_traceparent, next_traceparent
+from kvxfer.observe import next_traceparent, traceparent_of
 
 REQUEST_ID = "x-request-id"
 PREFILL = "x-kvxfer-prefill"
@@ -50,8 +50,8 @@ def leg_headers(
         "accept-encoding": "identity",
         REQUEST_ID: request_id,
     }
-    traceparent = received.get("traceparent", "")
-    if is_traceparent(traceparent):
+    traceparent = traceparent_of(received.get("traceparent"))
+    if traceparent is not None:
         headers["traceparent"] = trace or traceparent
         tracestate = received.get("tracestate", "")
         if 0 < len(tracestate) <= _TRACESTATE_CHARS_MAX and tracestate.isascii():
