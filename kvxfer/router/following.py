@@ -15,6 +15,7 @@ from kvxfer.router.fleet.sources.flags import workers_from_flags
 from kvxfer.router.fleet.worker import WorkerSource
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.worker_key import followed_worker_key
 
 FIRST_MEMBERSHIP_WAIT_S = 1.0
 """How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
@@ -52,5 +53,7 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
         if options.coordinator:
             source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers))
             await source.wait_first(FIRST_MEMBERSHIP_WAIT_S)
-        await stack.enter_async_context(Prober(workers, ProbeOptions(probe_interval_s=options.probe_s)))
+        key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
+        probes = Prober(workers, ProbeOptions(probe_interval_s=options.probe_s), headers=lambda: key.headers)
+        await stack.enter_async_context(probes)
         yield

@@ -34,6 +34,7 @@ from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import WorkerPools
+from kvxfer.router.worker_key import followed_worker_key
 from kvxfer.rpc import member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
@@ -196,6 +197,7 @@ async def serve_workers(
     try:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(followed_admin_keys(admin_keys, options))
+            core.worker_key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
             tls = server_tls(options)
             if tls is not None:
                 await stack.enter_async_context(tls.watched)
