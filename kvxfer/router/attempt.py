@@ -48,8 +48,14 @@ log = logging.getLogger("kvxfer.router")
 
 PREFILL_ANSWER_WAIT_S = 0.5
 """How long the end of an answer waits for P's own words, once: they were sent before D could have the last block."""
+LOST_PREFILLER_WAIT_S = 0.1
+"""How long an error of D's waits for that of a P that is gone."""
 OUTLIVES_S = 4.0
 """A dead worker is noticed within 3 s; one that is there after this has only hung up."""
+_GONE = frozenset(
+    {FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.UNREAD, FailureKind.LOST, FailureKind.GONE}
+)
+"""How a P's leg ends whose worker is gone."""
 
 
 class ClientLeft(Exception):
@@ -102,6 +108,7 @@ class Attempt:
         self.handover = handover
         self._was_handed_over = handover is not None
         self._is_decode_reached = False
+        self._decode_has_failed = False
         self._prefill_task: asyncio.Task[Prefilled | Failure] | None = None
         self._prefill_end: Prefilled | Failure | None = None
         self._is_prefill_heard = False
@@ -158,6 +165,11 @@ class Attempt:
         """Whether what P computed can be given to another decode worker."""
         return self._dialect.keeps_prefill
 
+    @property
+    def computes_alone(self) -> bool:
+        """Whether a D of this kind computes a prompt itself."""
+        return self._dialect.computes_alone
+
     def forgo(self) -> None:
         """Give P's blocks back where its prefill is done and no decode worker was told of it: in the background."""
         if self.handover is None or self._is_decode_reached:
@@ -167,7 +179,21 @@ class Attempt:
             forgo(self._core, self._decode, leg)
 
     async def _run_legs(self) -> RequestOutcome:
-        return await self._run_decode(await self._decode_leg())
+        leg = await self._decode_leg()
+        try:
+            return await self._run_decode(leg)
+        except LegFailed as failed:
+            if failed.failure.kind is FailureKind.ERROR:
+                await self._hear_lost_prefiller()
+            raise
+
+    async def _hear_lost_prefiller(self) -> None:
+        """D may have failed because P is gone, and noticed it first. P's own leg fails within moments then, which ends
+        the attempt (``_on_prefill_end``)."""
+        task = self._prefill_task
+        if task is not None and not (task.done() or self._dialect.recovers or self._answer.is_started):
+            self._decode_has_failed = True
+            await asyncio.wait({task}, timeout=LOST_PREFILLER_WAIT_S)
 
     async def _decode_leg(self) -> Leg:
         """What D is sent, once everything that it needs is there; the prefill leg runs from now on, or is done."""
@@ -350,6 +376,8 @@ class Attempt:
     def _on_prefill_end(self, ended: Prefilled | Failure) -> None:
         self._prefill_end = ended
         if not isinstance(ended, Failure) or self._answer.is_started:
+            return
+        if self._decode_has_failed and ended.kind not in _GONE:
             return
         if self._ends_attempt(ended):
             self.failed_part = Part.PREFILL

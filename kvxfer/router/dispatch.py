@@ -146,7 +146,7 @@ class Dispatcher:
     def _goes_alone(self, course: _Course) -> bool:
         """Whether D is to compute the prompt since P failed often enough, or for the last time."""
         tries = min(PREFILL_TRIES, self._core.options.attempts_max)
-        allows = self._core.options.allows_local_prefill
+        allows = self._core.options.allows_local_prefill and course.computes_alone
         return allows and course.last_failed_at is Part.PREFILL and course.failures >= tries
 
     def _with_model(self, inbound: Inbound) -> Inbound:
@@ -171,6 +171,9 @@ class Dispatcher:
         goes_alone = self._goes_alone(course)
         splits = inbound.api.generates and wanted.at is PrefillAt.REMOTE and not goes_alone
         placement = self._choose(inbound, course, splits=splits)
+        if placement.prefill is None and inbound.api.generates and not self._computes_alone(placement.decode):
+            placement = self._choose(inbound, course, splits=True, allows_local=False)
+            goes_alone = goes_alone and placement.prefill is None
         if placement.prefill is not None:
             decoder = self._core.workers.worker(placement.decode.ref)
             field = dialect(decoder.dialect).refuses_split(inbound)
@@ -194,7 +197,11 @@ class Dispatcher:
             return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
         return placement
 
-    def _choose(self, inbound: Inbound, course: _Course, *, splits: bool) -> Placement:
+    def _computes_alone(self, decode: Member) -> bool:
+        """Whether that D computes a prompt itself. One that does not is never asked to because no P is left."""
+        return dialect(self._core.workers.worker(decode.ref).dialect).computes_alone
+
+    def _choose(self, inbound: Inbound, course: _Course, *, splits: bool, allows_local: bool = True) -> Placement:
         workers = self._core.workers
         return place(
             workers.candidates(),
@@ -202,7 +209,7 @@ class Dispatcher:
             tie_break=self._tie_break(),
             sizes=course.sizes(),
             wants_remote_prefill=splits,
-            allows_local_prefill=self._core.options.allows_local_prefill,
+            allows_local_prefill=allows_local and self._core.options.allows_local_prefill,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
             cost_between=course.cost_between(),
@@ -223,6 +230,8 @@ class _Course:
     prefiller: AgentRef | None = None
     """The one that computed this prompt, if any did."""
     handover: Handover | None = None
+    computes_alone: bool = True
+    """Whether a D of the kind that failed last computes a prompt itself."""
     excluded: set[str] = dataclasses.field(default_factory=set)
     avoided: set[str] = dataclasses.field(default_factory=set)
     too_small: set[tuple[Part, str]] = dataclasses.field(default_factory=set)
@@ -237,6 +246,7 @@ class _Course:
         self.excluded |= attempt.excluded
         self.too_small |= attempt.too_small
         self.failures += not ended.is_of_size
+        self.computes_alone = attempt.computes_alone
         self.last_failed_at = None if ended.is_of_size else attempt.failed_part
         source = placement.prefill
         is_well = attempt.has_prefilled and attempt.failed_part is Part.DECODE

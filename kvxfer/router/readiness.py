@@ -13,6 +13,7 @@ from typing import Any
 
 from kvxfer.errors import KvxferError
 from kvxfer.policy.place import place
+from kvxfer.router.dialects import dialect
 from kvxfer.router.fleet.workers import Workers
 
 
@@ -52,7 +53,9 @@ class RouterReadiness:
         reasons: list[str] = []
         for name in models:
             try:
-                place(candidates, model=name, tie_break=0, allows_local_prefill=self._allows_local_prefill)
+                found = place(candidates, model=name, tie_break=0, allows_local_prefill=self._allows_local_prefill)
+                if found.prefill is None and not dialect(self._workers.worker(found.decode.ref).dialect).computes_alone:
+                    place(candidates, model=name, tie_break=0, allows_local_prefill=False)
                 return Verdict()
             except KvxferError as error:
                 reasons.append(str(error))
