@@ -32,6 +32,7 @@ from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
 from kvxfer.router.failure import Failure, FailureKind, LegFailed
 from kvxfer.router.fleet.worker import Worker
+from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
 from kvxfer.router.legs import calling, forgo, is_object, kind_of, read
@@ -106,6 +107,7 @@ class Attempt:
             self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
             self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
         self.handover = handover
+        self._held = HeldPrefill(core.workers, None if self._prefill is None else self._prefill.ref)
         self._was_handed_over = handover is not None
         self._is_decode_reached = False
         self._decode_has_failed = False
@@ -145,6 +147,7 @@ class Attempt:
             self._answer.on_client_gone(None)
             self._answer.unthrottle()
             claim.release()
+            self._held.end()
             if self._timer is not None:
                 self._timer.cancel()
             for unwatch in self._unwatch:
@@ -219,6 +222,7 @@ class Attempt:
                 self.failed_part = Part.PREFILL
                 raise
             self._core.workers.succeeded(self._prefill.ref, self._inbound.request_id)
+        self._held.begin()
         return self._dialect.decode_leg(self._for_decode, self._pair, self.handover)
 
     async def _learn_engine_name(self, worker: Worker) -> None:
@@ -277,6 +281,7 @@ class Attempt:
         return RequestOutcome.BROKEN_STREAM
 
     def _begin_stream(self) -> None:
+        self._held.end()
         self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
@@ -325,6 +330,8 @@ class Attempt:
         task = asyncio.create_task(self._run_prefill(worker))
 
         def ended(task: asyncio.Task[Prefilled | Failure]) -> None:
+            if not task.cancelled() and task.exception() is None and not isinstance(task.result(), Failure):
+                self._held.begin()
             claim.release()
             if not task.cancelled() and task.exception() is None:
                 self._on_prefill_end(task.result())
