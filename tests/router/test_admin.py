@@ -133,6 +133,14 @@ async def test_a_body_that_describes_no_worker_is_400_in_openais_shape(body: str
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_a_body_that_is_not_said_to_be_json_is_told_what_is_missing() -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        for sent in (None, b'{"url": "http://127.0.0.1:1"}'):
+            answer = await router.client.post("/workers", content=sent)
+            assert answer.status_code == 400
+            assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("method", "path"), [("POST", "/workers/none/drain"), ("DELETE", "/workers/none")])
 async def test_a_worker_that_is_not_known_is_404_by_name(method: str, path: str) -> None:
     async with router_over(FakeWorker("d0")) as router:
