@@ -8,10 +8,11 @@ It must never know HTTP servers: the answer takes bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvxfer.errors import DeadlineExceededError, DoesNotFitError, NoWorkerError
 from kvxfer.openai.errors import RequestError, error_body, status_for
@@ -185,7 +186,7 @@ class Dispatcher:
                         param=field,
                     )
                 record.alone_for = b"field:" + field.encode()
-                placement = self._choose(inbound, course, splits=False)
+                placement = self._choose_alone(inbound, course)
         was_lost = course.last_failed_at is Part.PREFILL and splits and placement.prefill is None
         if goes_alone or was_lost:
             agent_id = placement.decode.ref.agent_id
@@ -197,11 +198,29 @@ class Dispatcher:
             return dataclasses.replace(placement, reason=PlaceReason.PREFILL_EJECTED)
         return placement
 
+    def _choose_alone(self, inbound: Inbound, course: _Course) -> Placement:
+        """One worker for a request that no pair can share. A D that computes no prompt itself is asked only where there
+        is no other, and refuses in its own words."""
+        candidates = self._core.workers.candidates()
+        unable = {one.agent_id for one in candidates if not self._computes_alone(one.member)}
+        if unable:
+            with contextlib.suppress(NoWorkerError):
+                return self._choose(inbound, course, splits=False, without=unable)
+        return self._choose(inbound, course, splits=False)
+
     def _computes_alone(self, decode: Member) -> bool:
         """Whether that D computes a prompt itself. One that does not is never asked to because no P is left."""
         return dialect(self._core.workers.worker(decode.ref).dialect).computes_alone
 
-    def _choose(self, inbound: Inbound, course: _Course, *, splits: bool, allows_local: bool = True) -> Placement:
+    def _choose(
+        self,
+        inbound: Inbound,
+        course: _Course,
+        *,
+        splits: bool,
+        allows_local: bool = True,
+        without: Collection[str] = (),
+    ) -> Placement:
         workers = self._core.workers
         return place(
             workers.candidates(),
@@ -210,7 +229,7 @@ class Dispatcher:
             sizes=course.sizes(),
             wants_remote_prefill=splits,
             allows_local_prefill=allows_local and self._core.options.allows_local_prefill,
-            excluded=frozenset(course.excluded),
+            excluded=frozenset(course.excluded).union(without),
             avoided=frozenset(course.avoided),
             cost_between=course.cost_between(),
             ejected_pairs=workers.ejected_pairs(),

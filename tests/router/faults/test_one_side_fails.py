@@ -138,3 +138,16 @@ async def test_sglang_without_any_prefill_worker_is_503_and_not_ready() -> None:
         assert not d.received
         tokens = await router.client.post("/tokenize", json={"model": "tiny", "prompt": "x"})
         assert tokens.status_code == 200
+
+
+async def test_what_sglang_cannot_split_goes_to_an_engine_that_does_it_alone_and_not_to_an_idler_decode_worker() -> (
+    None
+):
+    p, d = FakeWorker("p0", Role.PREFILL, dialect="sglang"), FakeWorker("d0", dialect="sglang")
+    engine = FakeWorker("e0", Role.BOTH, dialect="plain")
+    async with router_over(p, d, engine) as router:
+        for _ in range(8):
+            answer = await router.complete(n=2)
+            assert answer.status_code == 200
+            assert answer.headers["x-kvxfer-prefill-reason"] in ("field:n", "engine_alone")
+        assert (len(engine.received), len(d.received)) == (8, 0)
