@@ -173,7 +173,7 @@ class Dispatcher:
         splits = inbound.api.generates and wanted.at is PrefillAt.REMOTE and not goes_alone
         placement = self._choose(inbound, course, splits=splits)
         if placement.prefill is None and inbound.api.generates and not self._computes_alone(placement.decode):
-            placement = self._choose(inbound, course, splits=True, allows_local=False)
+            placement = self._choose_able(inbound, course, splits=splits)
             goes_alone = goes_alone and placement.prefill is None
         if placement.prefill is not None:
             decoder = self._core.workers.worker(placement.decode.ref)
@@ -201,12 +201,24 @@ class Dispatcher:
     def _choose_alone(self, inbound: Inbound, course: _Course) -> Placement:
         """One worker for a request that no pair can share. A D that computes no prompt itself is asked only where there
         is no other, and refuses in its own words."""
-        candidates = self._core.workers.candidates()
-        unable = {one.agent_id for one in candidates if not self._computes_alone(one.member)}
+        unable = self._unable()
         if unable:
             with contextlib.suppress(NoWorkerError):
                 return self._choose(inbound, course, splits=False, without=unable)
         return self._choose(inbound, course, splits=False)
+
+    def _choose_able(self, inbound: Inbound, course: _Course, *, splits: bool) -> Placement:
+        """A pair, also one of a last choice, or else a D that computes a prompt itself."""
+        try:
+            return self._choose(inbound, course, splits=True, allows_local=False)
+        except NoWorkerError:
+            with contextlib.suppress(NoWorkerError):
+                return self._choose(inbound, course, splits=splits, without=self._unable())
+            raise
+
+    def _unable(self) -> set[str]:
+        """Workers that take part in pairs only."""
+        return {one.agent_id for one in self._core.workers.candidates() if not self._computes_alone(one.member)}
 
     def _computes_alone(self, decode: Member) -> bool:
         """Whether that D computes a prompt itself. One that does not is never asked to because no P is left."""

@@ -151,3 +151,12 @@ async def test_what_sglang_cannot_split_goes_to_an_engine_that_does_it_alone_and
             assert answer.status_code == 200
             assert answer.headers["x-kvxfer-prefill-reason"] in ("field:n", "engine_alone")
         assert (len(engine.received), len(d.received)) == (8, 0)
+
+
+async def test_without_a_prefill_worker_a_decode_worker_that_computes_prompts_gets_them_all() -> None:
+    sglang_d, other = FakeWorker("d0", dialect="sglang"), FakeWorker("d1")
+    async with router_over(sglang_d, other) as router:
+        for number in range(8):
+            answer = await router.complete(stream=number % 2 == 0)
+            assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
+        assert (len(sglang_d.received), len(other.received)) == (0, 8)
