@@ -33,8 +33,10 @@ _SECRET_FIELD = re.compile(
 )
 _BEARER = re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]+")
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-_ANY_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]{0,456})?"
+)
+"""Of a version after 00 more fields may follow; ``ff`` is no version."""
 
 _hidden_values: set[str] = set()
 
@@ -221,13 +223,25 @@ def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
     opened.end()
 
 
+def traceparent_of(text: object) -> str | None:
+    """A valid W3C ``traceparent`` as version 00 says it, which is what a program of that version passes on of one of a
+    later version; None where ``text`` is none."""
+    match = _TRACEPARENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, more = match.groups()
+    if version == "00":
+        return None if more else match.string
+    return f"00-{trace_id}-{parent_id}-{int(flags, 16) & 1:02x}"
+
+
 def is_traceparent(text: object) -> bool:
-    """Whether it is a W3C ``traceparent`` of any version that may be passed on."""
-    return isinstance(text, str) and _ANY_TRACEPARENT.fullmatch(text) is not None
+    """Whether it is a valid W3C ``traceparent``, of any version."""
+    return traceparent_of(text) is not None
 
 
 def next_traceparent(received: str | None) -> str:
     """A W3C ``traceparent`` for the next leg: the received trace with a new span id, or a new trace where none came."""
-    match = _TRACEPARENT.fullmatch(received or "")
-    trace_id = match.group(1) if match else secrets.token_hex(16)
+    known = traceparent_of(received)
+    trace_id = known[3:35] if known is not None else secrets.token_hex(16)
     return f"00-{trace_id}-{secrets.token_hex(8)}-01"

@@ -32,9 +32,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "version": ("", "print the version"),
 }
 
-_EXTRA_OF = {"fastapi": "router", "uvicorn": "router", "httpx": "router", "pydantic": "router"}
+_EXTRA_OF = {"fastapi": "router", "uvicorn": "router", "pydantic": "router"}
 _EXTRA_OF |= {"httptools": "router", "yaml": "router", "msgspec": "mock", "zmq": "mock"}
-_ENGINE_MODULES = ("torch", "transformers", "gguf", "accelerate", "safetensors", "jinja2")
+_ENGINE_MODULES = ("torch", "transformers", "gguf", "accelerate", "safetensors", "jinja2", "httpx")
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

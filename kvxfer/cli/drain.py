@@ -25,7 +25,7 @@ ANSWER_BYTES_MAX = 16 << 20
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("worker", metavar="WORKER", help="the worker's id, as GET /workers lists it")
     parser.add_argument("--router", required=True, metavar="URL", help="the router's http:// URL")
-    parser.add_argument("--admin-key-file", default="", metavar="FILE", help="file whose first line is an admin key")
+    parser.add_argument("--admin-key-file", default="", metavar="FILE", help="file with an admin key in a line")
     parser.add_argument("--undo", action="store_true", help="give the worker new requests again")
     parser.add_argument(
         "--wait", type=float, default=300.0, metavar="SECONDS", help="longest time to wait for what runs (default: 300)"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.wait < 0:
+    if not args.wait >= 0:
         raise UsageError(f"--wait must be 0 or more seconds, not {args.wait:g}")
     admin = _Admin(args.router, args.admin_key_file)
     path = f"/workers/{urllib.parse.quote(args.worker, safe='')}/drain?on={'false' if args.undo else 'true'}"
@@ -69,13 +69,18 @@ class _Admin:
         self._headers: dict[str, str] = {}
         if key_file:
             try:
-                lines = pathlib.Path(key_file).read_text(encoding="utf-8").split()
+                lines = [line.strip() for line in pathlib.Path(key_file).read_text(encoding="utf-8").splitlines()]
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
                 raise ConfigError(f"cannot read the admin key from {key_file}: {reason}") from None
-            if not lines:
+            key = next((line for line in lines if line and not line.startswith("#")), "")
+            if not key:
                 raise ConfigError(f"{key_file} holds no admin key")
-            self._headers["authorization"] = f"Bearer {lines[0]}"
+            if key.startswith(("keys:", "defaults:", "---", "{")):
+                raise ConfigError(f"{key_file} describes keys; a file with one of them alone, in a line, is wanted")
+            if not (key.isascii() and key.isprintable()):
+                raise ConfigError(f"{key_file} holds a key that no header can carry")
+            self._headers["authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, path: str) -> Any:
         """The answer as an object. Raises UsageError for what the router refuses, TransportError where it is away."""

@@ -31,6 +31,8 @@ class Service:
     is_forced_by_sigterm: bool = False
     member: str = ""
     """What serves as one of several processes that a parent of the same command started."""
+    check: str = ""
+    """What raises ConfigError for options that a start would refuse, beyond those that the options class refuses."""
 
 
 SERVICES = {
@@ -42,6 +44,7 @@ SERVICES = {
         "kvxfer.serving.loop:run",
         is_forced_by_sigterm=True,
         member="kvxfer.router.group.member:serve_member",
+        check="kvxfer.router.server:check",
     ),
 }
 
@@ -62,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     group.add_argument(
         "--config", default="", metavar="FILE", help="YAML file with options; flags and KVXFER_ variables win over it"
     )
-    group.add_argument("--check-config", action="store_true", help="print the options as they would be used, and end")
+    group.add_argument(
+        "--check-config", action="store_true", help="check the options, print them as they would be used, and end"
+    )
     if SERVICES[command].member:
         parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     add_process_arguments(parser)
@@ -88,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = settled(args)
     if args.check_config:
+        if SERVICES[args.command].check:
+            _named(SERVICES[args.command].check)(options)
         print_json_line({name: _plain(value) for name, value in dataclasses.asdict(options).items()})
         return 0
     _named(SERVICES[args.command].run)(_serve(args, options))

@@ -54,6 +54,7 @@ def from_file(options: type[Any], path: str) -> dict[str, Any]:
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"the configuration {path} is longer than {FILE_BYTES_MAX} bytes")
     try:
+        _check_keys(path, yaml.compose(content, Loader=yaml.SafeLoader))
         loaded = yaml.safe_load(content)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"the configuration {path} is not YAML: {' '.join(str(error).split())[:300]}") from None
@@ -68,10 +69,18 @@ def from_file(options: type[Any], path: str) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in names:
             raise ConfigError(f"{path}: {key!s:.80} is no option; there is {', '.join(sorted(names))}")
-        if name in values:
-            raise ConfigError(f"{path}: {name} is given twice")
         values[name] = _from_value(f"{path}: {name}", value, hints[name])
     return values
+
+
+def _check_keys(path: str, root: Any) -> None:
+    """YAML lets the last one of two equal keys win, and says nothing."""
+    seen: set[str] = set()
+    for key, _ in root.value if getattr(root, "id", "") == "mapping" else ():
+        name = str(key.value).replace("-", "_")
+        if name in seen:
+            raise ConfigError(f"{path}: {name} is given twice")
+        seen.add(name)
 
 
 def _from_word(name: str, text: str, hint: Any) -> Any:
@@ -96,10 +105,10 @@ def _from_value(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, bool):
             return value
         raise ConfigError(f"{name} must be true or false, not {value!r:.80}")
-    if isinstance(value, bool):
+    if isinstance(value, bool) and kind not in (int, float):
         # YAML 1.1 reads on and off as true and false, and they are words of some options.
         value = "on" if value else "off"
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return _one(name, str(value), kind)
     raise ConfigError(f"{name} must be a {_word(kind)}, not {value!r:.80}")
 

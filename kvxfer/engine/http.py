@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -32,6 +32,7 @@ from kvxfer.errors import InvalidArgumentError, KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
 from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.json_response import JSONResponse
 from kvxfer.types import TransferId
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,13 @@ class WorkerHttp:
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        app = FastAPI(title="kvxfer worker", openapi_url=None, docs_url=None, redoc_url=None)
+        app = FastAPI(
+            title="kvxfer worker",
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+            default_response_class=JSONResponse,
+        )
 
         @app.exception_handler(KvxferError)
         async def on_kvxfer_error(request: Request, error: KvxferError) -> Response:

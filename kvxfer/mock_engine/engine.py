@@ -36,6 +36,8 @@ class MockEngine:
         self.options = options
         self.port = port
         self.role = options.role_of(index)
+        self.bootstrap_port = options.bootstrap_port and options.bootstrap_port + index
+        """Of SGLang's bootstrap server; 0: the HTTP port serves."""
         self.engine_id = str(uuid.uuid4())
         """Another one each time: an engine that replaces this one at its address is not this one."""
         self.counts = EngineCounts()

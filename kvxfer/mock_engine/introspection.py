@@ -22,7 +22,9 @@ class ShownEngine(Protocol):
     """The engine, as far as it is shown."""
 
     options: MockEngineOptions
+    port: int
     role: EngineRole
+    bootstrap_port: int
     pace: EnginePace
     holds: KvHolds
     counts: EngineCounts
@@ -129,7 +131,7 @@ def server_info(engine: ShownEngine) -> dict[str, Any]:
         "tp_size": 1,
         "dp_size": 1,
         "disaggregation_mode": _sglang_mode(engine.role),
-        "disaggregation_bootstrap_port": options.bootstrap_port or 8998,
+        "disaggregation_bootstrap_port": engine.bootstrap_port or engine.port,
         "context_length": options.max_model_len,
         "page_size": options.block_size,
         "max_running_requests": options.max_num_seqs,

@@ -45,8 +45,8 @@ def _described(engine: MockEngine, host: str, index: int) -> dict[str, Any]:
         "http_url": f"http://{_in_url(host)}:{engine.port}",
         "engine_id": engine.engine_id,
     }
-    if options.bootstrap_port and engine.role is not EngineRole.DECODE:
-        shown["bootstrap_port"] = options.bootstrap_port + index
+    if engine.bootstrap_port and engine.role is not EngineRole.DECODE:
+        shown["bootstrap_port"] = engine.bootstrap_port
     if options.kv_events_port:
         shown["kv_events"] = f"tcp://{_in_url(host)}:{options.kv_events_port + index}"
     if options.kv_events_replay_port:
@@ -68,11 +68,11 @@ async def serve(options: MockEngineOptions, *, on_ready: Callable[[dict[str, Any
             engines[engine.port] = engine
             opened.append(EnginePort(engine, engines, listener))
             claims.add(engine, engine.port)
-            if options.bootstrap_port and engine.role is not EngineRole.DECODE:
-                bootstrap = listening(options.host, options.bootstrap_port + index)
+            if engine.bootstrap_port and engine.role is not EngineRole.DECODE:
+                bootstrap = listening(options.host, engine.bootstrap_port)
                 sockets.append(bootstrap)
                 opened.append(EnginePort(engine, engines, bootstrap))
-                claims.add(engine, options.bootstrap_port + index)
+                claims.add(engine, engine.bootstrap_port)
         for one in opened:
             await one.listen()
         shown = [_described(engine, options.host, index) for index, engine in enumerate(engines.values())]

@@ -1,17 +1,21 @@
 """Admin routes: list, add, drain and remove workers.
 
 Decides which callers may: a caller with the admin key, or any caller where the router listens on loopback only and no
-key was set. It must never choose a worker.
+key was set. A browser on this machine is such a caller, whatever page it shows: so a request must then name this
+machine as its host (a page of another name reaches loopback by answering its own name with 127.0.0.1), and come from no
+page of another origin. It must never choose a worker.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import Response
 
+from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
 from kvxfer.router.auth import ApiKeys
@@ -23,6 +27,12 @@ from kvxfer.types import Role
 NO_ADMIN = (
     "admin routes need an admin key (--admin-key-file) where the router listens beyond loopback, and this one has none"
 )
+OTHER_HOST = (
+    "the Host header must name this machine as localhost or as a loopback address: admin routes are open without an "
+    "admin key (--admin-key-file) to callers on this machine only"
+)
+OTHER_ORIGIN = "no page of another origin may change anything here without an admin key (--admin-key-file)"
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{0,5})?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +48,19 @@ class AdminAccess:
             self.keys.check(request.headers.get("authorization"))
         elif not self.is_loopback:
             raise RequestError(NO_ADMIN, status=403, error_code="admin_closed")
+        else:
+            _check_caller_is_here(request)
+
+
+def _check_caller_is_here(request: Request) -> None:
+    hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+    host = hosts[0].lower() if len(hosts) == 1 else ""
+    match = _HOST.fullmatch(host)
+    if match is None or not is_loopback(match.group(1)):
+        raise RequestError(OTHER_HOST, status=403, error_code="admin_closed")
+    changes = request.method not in ("GET", "HEAD")  # another origin may ask these, and cannot read what it gets
+    if changes and any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
+        raise RequestError(OTHER_ORIGIN, status=403, error_code="admin_closed")
 
 
 def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> None:

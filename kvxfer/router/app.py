@@ -148,6 +148,8 @@ def build_app(
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
+        if param is None and first["loc"][:1] == ("body",):
+            return error_response(RequestError("the body must be a JSON object, with content-type: application/json"))
         return error_response(RequestError(f"{param or 'the request'}: {first['msg']}", param=param))
 
     for api in ROUTES:

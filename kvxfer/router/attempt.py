@@ -32,6 +32,7 @@ from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
 from kvxfer.router.failure import Failure, FailureKind, LegFailed
 from kvxfer.router.fleet.worker import Worker
+from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
 from kvxfer.router.legs import calling, forgo, is_object, kind_of, read
@@ -48,8 +49,14 @@ log = logging.getLogger("kvxfer.router")
 
 PREFILL_ANSWER_WAIT_S = 0.5
 """How long the end of an answer waits for P's own words, once: they were sent before D could have the last block."""
+LOST_PREFILLER_WAIT_S = 0.1
+"""How long an error of D's waits for that of a P that is gone."""
 OUTLIVES_S = 4.0
 """A dead worker is noticed within 3 s; one that is there after this has only hung up."""
+_GONE = frozenset(
+    {FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.UNREAD, FailureKind.LOST, FailureKind.GONE}
+)
+"""How a P's leg ends whose worker is gone."""
 
 
 class ClientLeft(Exception):
@@ -100,8 +107,10 @@ class Attempt:
             self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
             self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
         self.handover = handover
+        self._held = HeldPrefill(core.workers, None if self._prefill is None else self._prefill.ref)
         self._was_handed_over = handover is not None
         self._is_decode_reached = False
+        self._decode_has_failed = False
         self._prefill_task: asyncio.Task[Prefilled | Failure] | None = None
         self._prefill_end: Prefilled | Failure | None = None
         self._is_prefill_heard = False
@@ -138,6 +147,7 @@ class Attempt:
             self._answer.on_client_gone(None)
             self._answer.unthrottle()
             claim.release()
+            self._held.end()
             if self._timer is not None:
                 self._timer.cancel()
             for unwatch in self._unwatch:
@@ -167,7 +177,21 @@ class Attempt:
             forgo(self._core, self._decode, leg)
 
     async def _run_legs(self) -> RequestOutcome:
-        return await self._run_decode(await self._decode_leg())
+        leg = await self._decode_leg()
+        try:
+            return await self._run_decode(leg)
+        except LegFailed as failed:
+            if failed.failure.kind is FailureKind.ERROR:
+                await self._hear_lost_prefiller()
+            raise
+
+    async def _hear_lost_prefiller(self) -> None:
+        """D may have failed because P is gone, and noticed it first. P's own leg fails within moments then, which ends
+        the attempt (``_on_prefill_end``)."""
+        task = self._prefill_task
+        if task is not None and not (task.done() or self._dialect.recovers or self._answer.is_started):
+            self._decode_has_failed = True
+            await asyncio.wait({task}, timeout=LOST_PREFILLER_WAIT_S)
 
     async def _decode_leg(self) -> Leg:
         """What D is sent, once everything that it needs is there; the prefill leg runs from now on, or is done."""
@@ -193,6 +217,7 @@ class Attempt:
                 self.failed_part = Part.PREFILL
                 raise
             self._core.workers.succeeded(self._prefill.ref, self._inbound.request_id)
+        self._held.begin()
         return self._dialect.decode_leg(self._for_decode, self._pair, self.handover)
 
     async def _learn_engine_name(self, worker: Worker) -> None:
@@ -252,6 +277,7 @@ class Attempt:
         return RequestOutcome.BROKEN_STREAM
 
     def _begin_stream(self) -> None:
+        self._held.end()
         self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
@@ -300,6 +326,8 @@ class Attempt:
         task = asyncio.create_task(self._run_prefill(worker))
 
         def ended(task: asyncio.Task[Prefilled | Failure]) -> None:
+            if not task.cancelled() and task.exception() is None and not isinstance(task.result(), Failure):
+                self._held.begin()
             claim.release()
             if not task.cancelled() and task.exception() is None:
                 self._on_prefill_end(task.result())
@@ -351,6 +379,8 @@ class Attempt:
     def _on_prefill_end(self, ended: Prefilled | Failure) -> None:
         self._prefill_end = ended
         if not isinstance(ended, Failure) or self._answer.is_started:
+            return
+        if self._decode_has_failed and ended.kind not in _GONE:
             return
         if self._ends_attempt(ended):
             self.failed_part = Part.PREFILL

@@ -21,6 +21,7 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import UpstreamDeadlines
+from kvxfer.router.worker_key import WorkerKey
 
 RECOMPUTES_MAX = 4096
 """Decode workers whose budgets are kept; the oldest one is forgotten first."""
@@ -59,6 +60,8 @@ class RouterCore:
         )
         """Of an answer without a stream, whose first byte comes when all of it is computed."""
         self.passed_headers = check_passed(options.forward_header)
+        self.worker_key = WorkerKey()
+        """What legs show to workers, where the client's own credentials end here."""
         self.engine_names = EngineNames(workers.make_pool)
         self.describe_process: Callable[[], dict[str, Any]] = dict
         """What ``/live`` says of this process, where the router has several."""

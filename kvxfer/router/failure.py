@@ -126,8 +126,10 @@ class Failure:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the worker says no more than that it failed (vLLM, of a request that its engine failed)."""
-        return self.kind is FailureKind.ERROR and self.status == INTERNAL and self.code == str(INTERNAL)
+        """Whether the worker says no more than that it failed (vLLM, of a request that its engine failed), or that
+        another one did."""
+        is_told = self.status in (INTERNAL, BAD_GATEWAY) and self.code == str(self.status)
+        return self.kind is FailureKind.ERROR and is_told
 
 
 def from_error(kind: FailureKind, error: KvxferError) -> Failure:

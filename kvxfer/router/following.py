@@ -12,12 +12,32 @@ from collections.abc import AsyncIterator
 from kvxfer.router.fleet.probe import ProbeOptions, Prober
 from kvxfer.router.fleet.sources.coordinator import CoordinatorSource
 from kvxfer.router.fleet.sources.flags import workers_from_flags
-from kvxfer.router.fleet.worker import WorkerSource
+from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.worker_key import followed_worker_key
 
 FIRST_MEMBERSHIP_WAIT_S = 1.0
 """How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
+
+
+def check_workers(options: RouterOptions, workers: Workers) -> None:
+    """Put the workers of the flags and of the file into ``workers``. Raises ConfigError for what is wrong there."""
+    given = _given(options)
+    if given:
+        workers.replace(WorkerSource.FLAGS, given)
+    if options.workers_file:
+        from kvxfer.router.fleet.sources.file import FileSource
+
+        FileSource(options.workers_file, workers).load()
+
+
+def _given(options: RouterOptions) -> tuple[Worker, ...]:
+    return tuple(
+        workers_from_flags(
+            prefill=options.prefill, decode=options.decode, engine=options.engine, dialect=options.dialect
+        )
+    )
 
 
 @contextlib.asynccontextmanager
@@ -27,9 +47,7 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
     Raises ConfigError for an address or a file that is wrong at the start, AuthenticationError where the coordinator
     does not take ``token``. A source that fails later leaves its last list, and is come back to.
     """
-    given = workers_from_flags(
-        prefill=options.prefill, decode=options.decode, engine=options.engine, dialect=options.dialect
-    )
+    given = _given(options)
     async with contextlib.AsyncExitStack() as stack:
         if given:
             workers.replace(WorkerSource.FLAGS, given)
@@ -52,5 +70,7 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
         if options.coordinator:
             source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers))
             await source.wait_first(FIRST_MEMBERSHIP_WAIT_S)
-        await stack.enter_async_context(Prober(workers, ProbeOptions(probe_interval_s=options.probe_s)))
+        key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
+        probes = Prober(workers, ProbeOptions(probe_interval_s=options.probe_s), headers=lambda: key.headers)
+        await stack.enter_async_context(probes)
         yield

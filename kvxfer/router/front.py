@@ -239,6 +239,7 @@ class Front:
             forwards_authorization=self._core.options.forward_authorization,
             passed=self._core.passed_headers,
             trace=record.traceparent,
+            credentials=self._core.worker_key.headers,
         )
         record.trace_id = headers.trace_id_in(leg_headers)
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 
 from kvxfer.errors import ConfigError
-from kvxfer.observe import is_traceparent, next_traceparent
+from kvxfer.observe import next_traceparent, traceparent_of
 
 REQUEST_ID = "x-request-id"
 PREFILL = "x-kvxfer-prefill"
@@ -50,8 +50,8 @@ def leg_headers(
         "accept-encoding": "identity",
         REQUEST_ID: request_id,
     }
-    traceparent = received.get("traceparent", "")
-    if is_traceparent(traceparent):
+    traceparent = traceparent_of(received.get("traceparent"))
+    if traceparent is not None:
         headers["traceparent"] = trace or traceparent
         tracestate = received.get("tracestate", "")
         if 0 < len(tracestate) <= _TRACESTATE_CHARS_MAX and tracestate.isascii():
@@ -108,9 +108,11 @@ def leg_header_pairs(
     forwards_authorization: bool,
     passed: Collection[bytes] = (),
     trace: str | None = None,
+    credentials: LegHeaders = (),
 ) -> LegHeaders:
     """As :func:`leg_headers`, in the bytes of the wire, and with those headers of the client that ``passed``
-    (``check_passed``) names. ``received`` has lower-case names; of a repeated header the first counts.
+    (``check_passed``) names. ``received`` has lower-case names; of a repeated header the first counts. ``credentials``
+    are the router's own: never there where clients' go on, so that one without any does not get the router's.
     """
     known: dict[bytes, bytes] = {}
     for name, value in received:
@@ -124,7 +126,7 @@ def leg_header_pairs(
         if name in passed and len(name) + len(value) <= left:
             left -= len(name) + len(value)
             pairs.append((name, value))
-    return tuple(pairs)
+    return tuple(pairs) if forwards_authorization else (*pairs, *credentials)
 
 
 _ANSWERED = frozenset(
@@ -144,13 +146,19 @@ def passed_header_pairs(
     forwards_authorization: bool,
     passed: Collection[bytes] = (),
     trace: str | None = None,
+    credentials: LegHeaders = (),
 ) -> LegHeaders:
     """As :func:`leg_header_pairs`, for a request that passes through: with the client's own ``content-type`` and
     ``accept``, which the router knows nothing of.
     """
     own = tuple(received)
     made = leg_header_pairs(
-        own, request_id=request_id, forwards_authorization=forwards_authorization, passed=passed, trace=trace
+        own,
+        request_id=request_id,
+        forwards_authorization=forwards_authorization,
+        passed=passed,
+        trace=trace,
+        credentials=credentials,
     )
     pairs = [pair for pair in made if pair[0] not in (b"content-type", b"accept")]
     for wanted in (b"content-type", b"accept"):

@@ -96,6 +96,9 @@ class RouterOptions(ServingLimits):
     worker_ca_file: str = _option("", "PEM file with the CAs of https:// workers; empty: the system's")
     worker_cert_file: str = _option("", "PEM file with the certificate to show to https:// workers; empty: none")
     worker_key_file: str = _option("", "PEM file with that certificate's key; empty: it is in worker_cert_file")
+    worker_api_key_file: str = _option(
+        "", "file with the API key that workers ask for, shown to all of them; empty: they are shown none of ours"
+    )
     cors_origin: tuple[str, ...] = _option(
         (), "origin whose pages may read answers, as https://app.example.com, or *; may be repeated"
     )

@@ -81,6 +81,7 @@ class PassThrough:
             forwards_authorization=options.forward_authorization,
             passed=self._core.passed_headers,
             trace=record.traceparent,
+            credentials=self._core.worker_key.headers,
         )
         record.trace_id = headers.trace_id_in(passed_headers)
         passed = _Passed(rule, exchange, body, passed_headers, answer, record)

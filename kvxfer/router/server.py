@@ -28,13 +28,15 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.cors import Cors
 from kvxfer.router.fleet.workers import Workers
-from kvxfer.router.following import following
+from kvxfer.router.following import check_workers, following
 from kvxfer.router.front import Door, Front
+from kvxfer.router.headers import check_passed
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import WorkerPools
-from kvxfer.rpc import member_token
+from kvxfer.router.worker_key import WorkerKey, followed_worker_key
+from kvxfer.rpc import load_token, member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import HttpServer, listening, ready_line, serving
@@ -66,11 +68,7 @@ async def serve(
     workers file, and AuthenticationError if the coordinator does not take the token at the start. A coordinator that is
     away is waited for in the background.
     """
-    if not options.names_a_source:
-        raise ConfigError(
-            "coordinator, prefill and decode, engine, workers_file or kubernetes_selector must be given: they name the "
-            "workers"
-        )
+    _check_source(options)
     keys = ApiKeys()
     token = b""
     if options.coordinator:
@@ -85,6 +83,30 @@ async def serve(
         workers = new_workers(options)
         await stack.enter_async_context(following(options, workers, token))
         await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
+
+
+def check(options: RouterOptions) -> None:
+    """Raise ConfigError for what a start would refuse before it listens: wrong addresses of workers, wrong files.
+    Nothing is written, and no other process is asked."""
+    _check_source(options)
+    if options.token_file:
+        load_token(options.token_file)
+    for path, with_limits in ((options.api_key_file, True), (options.admin_key_file, False)):
+        if path:
+            ApiKeys.from_file(path, with_limits=with_limits)
+    if options.worker_api_key_file:
+        WorkerKey().load(options.worker_api_key_file)
+    check_workers(options, new_workers(options))
+    server_tls(options)
+    check_passed(options.forward_header)
+
+
+def _check_source(options: RouterOptions) -> None:
+    if not options.names_a_source:
+        raise ConfigError(
+            "coordinator, prefill and decode, engine, workers_file or kubernetes_selector must be given: they name the "
+            "workers"
+        )
 
 
 @contextlib.asynccontextmanager
@@ -196,6 +218,7 @@ async def serve_workers(
     try:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(followed_admin_keys(admin_keys, options))
+            core.worker_key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
             tls = server_tls(options)
             if tls is not None:
                 await stack.enter_async_context(tls.watched)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvxfer.observe import is_traceparent
+from kvxfer.observe import traceparent_of
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.place import Placement
 from kvxfer.router.dialects import Pair, Prefilled
@@ -160,9 +160,9 @@ class Tracer:
 
     def begin(self, received: bytes | None, now_s: float) -> RequestTrace:
         """Join the trace of the client's ``traceparent``, or begin one."""
-        text = "" if received is None else received.decode("latin-1")
-        if is_traceparent(text):
-            _, trace_id, parent_id, flags = text.split("-")
+        known = None if received is None else traceparent_of(received.decode("latin-1"))
+        if known is not None:
+            _, trace_id, parent_id, flags = known.split("-")
         else:
             trace_id, parent_id, flags = _new_id(128), "", _NEW_FLAGS[self._draw() < self._share]
         return RequestTrace(trace_id, parent_id, flags, now_s, self._unix())

@@ -75,5 +75,6 @@ def load_authorities(context: ssl.SSLContext, setting: str, ca_file: str) -> Non
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return (error.reason or str(error)).replace("_", " ").lower()
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        return "no certificate in PEM form, or no key that belongs to it, is there" if "pem lib" in reason else reason
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -107,12 +107,38 @@ def test_a_span_may_end_elsewhere_and_ends_once() -> None:
     assert span.attributes == {"blocks": 3, "bytes": 5}
 
 
+IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
+
+
 def test_traceparent() -> None:
-    received = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    received = f"00-{IDS}-01"
     following = observe.next_traceparent(received)
     assert following.split("-")[1] == received.split("-")[1]
     assert following != received
     assert observe.next_traceparent("nonsense").startswith("00-")
     assert observe.is_traceparent(following)
-    for wrong in (None, 7, "nonsense", f"00-{'0' * 32}-b7ad6b7169203331-01", received.upper()):
-        assert not observe.is_traceparent(wrong)
+    assert observe.traceparent_of(received) == received
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(None, 7, "", "nonsense", f"00-{IDS}-01".upper(), f"00-{IDS}-1", f"00-{IDS}", f"00-{IDS}-01\n"),
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
+        f"ff-{IDS}-01",
+        f"ff-{IDS}-01-more",
+        *(f"00-{IDS}-01-", f"00-{IDS}-01-more", f"01-{IDS}-01more", f"01-{IDS}-01-{'m' * 600}"),
+    ],
+)
+def test_what_is_no_traceparent(wrong: object) -> None:
+    assert not observe.is_traceparent(wrong)
+    assert observe.traceparent_of(wrong) is None
+    if wrong is None or isinstance(wrong, str):
+        assert "0af7651916cd43dd" not in observe.next_traceparent(wrong)
+
+
+@pytest.mark.parametrize("later", [f"01-{IDS}-03", f"fe-{IDS}-03-", f"cc-{IDS}-03-what-comes.later"])
+def test_a_traceparent_of_a_later_version_is_passed_on_as_version_00(later: str) -> None:
+    assert observe.traceparent_of(later) == f"00-{IDS}-01"
+    assert observe.next_traceparent(later)[:36] == f"00-{IDS}"[:36]

@@ -60,6 +60,10 @@ def test_a_repeated_flag_adds_and_replaces_what_the_file_says(tmp_path: pathlib.
         ("port: {a: 1}", "port must be a whole number"),
         ("decode: [{a: 1}]", r"decode\[0\] must be a word"),
         ("a: &a [*a]", "no option"),
+        ("port: 80\nport: 90", "port is given twice"),
+        ("max-inflight: 80\nmax_inflight: 90", "max_inflight is given twice"),
+        ("request_timeout_s: true", "request_timeout_s must be a number, not True"),
+        ("port: on", "port must be a whole number, not True"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
     ],
 )
@@ -94,3 +98,36 @@ def test_check_config_prints_what_would_be_used_and_ends(capsys: pytest.CaptureF
     assert (printed["coordinator"], printed["port"]) == ("127.0.0.1:7", 81)
     assert main(["router", "--check-config", "--port=99999"]) == 2
     assert "port must be 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((), "must be given: they name the workers"),
+        (("--decode=127.0.0.1:9",), "--decode 127.0.0.1:9: url must be http://"),
+        (("--decode=http://127.0.0.1:9", "--decode=http://127.0.0.1:9"), "another worker of that name"),
+        (("--decode=http://127.0.0.1:9", "--api-key-file=/nowhere"), "cannot read API keys from /nowhere"),
+        (("--decode=http://127.0.0.1:9", "--admin-key-file=/nowhere"), "cannot read API keys from /nowhere"),
+        (("--decode=http://127.0.0.1:9", "--worker-api-key-file=/nowhere"), "cannot read the workers' API key"),
+        (("--decode=http://127.0.0.1:9", "--forward-header=cookie"), "header cookie is not for clients"),
+        (("--decode=http://127.0.0.1:9", "--worker-ca-file=/nowhere"), "worker_ca_file: cannot use /nowhere"),
+        (("--decode=http://127.0.0.1:9", "--tls-cert-file=/nowhere"), "tls_cert_file: cannot use /nowhere"),
+        (("--workers-file=/nowhere",), "/nowhere: No such file"),
+        (("--coordinator=127.0.0.1:7", "--token-file=/nowhere"), "cluster token file /nowhere"),
+    ],
+)
+def test_check_config_refuses_what_a_start_would_refuse(
+    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["router", "--check-config", *flags]) == 2
+    printed = capsys.readouterr()
+    assert reason in printed.err
+    assert printed.out == ""
+
+
+def test_a_certificate_file_without_a_certificate_is_refused_in_words(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = written(tmp_path, "")
+    assert main(["router", "--check-config", "--decode=http://127.0.0.1:9", f"--tls-cert-file={empty}"]) == 2
+    assert "no certificate in PEM form" in capsys.readouterr().err

@@ -171,6 +171,15 @@ def test_sglang_bootstrap_port_of_its_own() -> None:
         assert decode.request("GET", "/version").status == 404
 
 
+def test_each_sglang_engine_says_its_own_bootstrap_port() -> None:
+    flags = ("--count", "2", "--roles", "prefill,prefill", "--kind", "sglang")
+    for bootstrap in (0, free_ports(2)[0]):
+        with mocks(*flags, "--bootstrap-port", str(bootstrap)) as started:
+            said = [one.request("GET", "/server_info").json() for one in started.engines]
+            served = [bootstrap + index if bootstrap else one.port for index, one in enumerate(started.engines)]
+            assert [one["disaggregation_bootstrap_port"] for one in said] == served
+
+
 def test_blocks_that_are_not_fetched_expire_and_are_counted(pair_process: Mocks) -> None:
     prefill, decode = pair_process.engines
     params = prefill.post("/v1/completions", {**BODY, **LEG_P}).json()["kv_transfer_params"]

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from kvxfer.router.admin import AdminAccess
 from kvxfer.router.auth import ApiKeys
@@ -32,11 +33,51 @@ async def test_admin_routes_need_the_admin_key_where_there_is_one(
 
 
 def test_admin_routes_without_a_key_are_closed_beyond_loopback() -> None:
-    request: Any = type("Request", (), {"headers": {}})()
+    request = Request({"type": "http", "method": "GET", "headers": [(b"host", b"127.0.0.1")]})
     AdminAccess(ApiKeys(), is_loopback=True).check(request)
     with pytest.raises(Exception, match="admin routes need an admin key") as caught:
         AdminAccess(ApiKeys(), is_loopback=False).check(request)
     assert getattr(caught.value, "status", None) == 403
+
+
+EVERY = [*ROUTES, ("GET", "/ui/state")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        *(
+            ({"host": host}, True)
+            for host in ("localhost:80", "LOCALHOST", "127.0.0.1:8000", "127.0.0.9", "[::1]:8000")
+        ),
+        *(({"host": host}, False) for host in ("evil.example:80", "localhost.evil.example", "10.0.0.1", "", "a[::1]")),
+        *(({"host": host}, False) for host in ("127.0.0.1.evil.example", "localhost:x", "localhost:80:80", "[::2]:80")),
+        ({"host": "localhost:80", "origin": "http://localhost:80"}, True),
+        ({"host": "localhost:80", "origin": "https://localhost:80"}, True),
+        ({"host": "localhost:80", "origin": "http://evil.example"}, False),
+        ({"host": "localhost:80", "origin": "http://localhost:81"}, False),
+        ({"host": "localhost:80", "origin": "null"}, False),
+        ({"host": "evil.example", "origin": "http://evil.example"}, False),
+    ],
+)
+async def test_without_a_key_a_page_of_another_name_is_kept_out(headers: dict[str, str], is_let_in: bool) -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        for method, path in EVERY:
+            answer = await router.client.request(method, path, headers=headers, json={})
+            is_open = is_let_in or (method == "GET" and headers["host"] == "localhost:80")
+            assert (answer.status_code != 403) is is_open, (method, path, answer.text)
+            if not is_open:
+                assert answer.json()["error"]["code"] == "admin_closed"
+                assert "--admin-key-file" in answer.json()["error"]["message"]
+        assert len((await router.client.get("/workers")).json()["data"]) == (0 if is_let_in else 1)
+
+
+async def test_with_a_key_any_name_and_origin_may_ask(tmp_path: pathlib.Path) -> None:
+    keys = tmp_path / "admin-keys"
+    keys.write_text("admin-secret\n")
+    async with router_over(FakeWorker("d0"), admin_key_file=str(keys)) as router:
+        headers = {"host": "router.example", "origin": "https://a.example", "authorization": "Bearer admin-secret"}
+        assert (await router.client.get("/workers", headers=headers)).status_code == 200
 
 
 async def test_an_admin_adds_drains_and_removes_a_worker() -> None:
@@ -90,6 +131,14 @@ async def test_a_body_that_describes_no_worker_is_400_in_openais_shape(body: str
         answer = await router.client.post("/workers", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_told_what_is_missing() -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        for sent in (None, b'{"url": "http://127.0.0.1:1"}'):
+            answer = await router.client.post("/workers", content=sent)
+            assert answer.status_code == 400
+            assert "content-type: application/json" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/workers/none/drain"), ("DELETE", "/workers/none")])

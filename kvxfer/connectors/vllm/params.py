@@ -15,7 +15,7 @@ from typing import Any
 
 from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.errors import BY_CODE, InvalidArgumentError
-from kvxfer.observe import is_traceparent
+from kvxfer.observe import traceparent_of
 from kvxfer.protocol.signed_metadata import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId, check_agent_id
 
@@ -80,9 +80,9 @@ def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None
     """The W3C ``traceparent`` of a request: from its ``headers``, which vLLM passes on if it traces, else from its
     parameters; ``None`` if neither has a valid one."""
     for place in (headers, params):
-        traceparent = (place or {}).get("traceparent")
-        if is_traceparent(traceparent):
-            return str(traceparent)
+        traceparent = traceparent_of((place or {}).get("traceparent"))
+        if traceparent is not None:
+            return traceparent
     return None
 
 

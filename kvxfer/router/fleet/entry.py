@@ -17,13 +17,25 @@ from kvxfer.policy.place import Candidate
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
 from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
 
+HELD_BITS = 32
+HELD_MASK = (1 << HELD_BITS) - 1
+
 
 class WorkerEntry:
     """``given`` is what the source says; ``worker`` has what the engine says of itself added."""
 
     __slots__ = (
-        *("_skeleton", "capacity", "decode_elsewhere", "decode_inflight", "given", "health", "identity", "is_barred"),
-        *("is_drained", "is_suspicion_doubted", "kept", "prefill_elsewhere", "prefill_inflight", "said"),
+        *("_skeleton", "capacity", "decode_elsewhere", "decode_inflight", "given", "health", "held", "identity"),
+        *(
+            "held_elsewhere",
+            "is_barred",
+            "is_drained",
+            "is_suspicion_doubted",
+            "kept",
+            "prefill_elsewhere",
+            "prefill_inflight",
+            "said",
+        ),
         *("suspect_is_closed", "trouble", "watchers", "worker"),
     )
 
@@ -35,6 +47,9 @@ class WorkerEntry:
         self.prefill_elsewhere = 0
         """In flight in other processes of this router."""
         self.decode_elsewhere = 0
+        self.held = 0
+        """Prompts that it has computed and that the other worker may still be reading: no load, and not idle."""
+        self.held_elsewhere = 0
         self.watchers: set[Callable[[], None]] = set()
         self.identity: EngineIdentity | None = None
         self.said: EngineLoad | None = None
@@ -56,7 +71,7 @@ class WorkerEntry:
     @property
     def inflight(self) -> int:
         """In this process."""
-        return self.prefill_inflight + self.decode_inflight
+        return self.prefill_inflight + self.decode_inflight + self.held
 
     @property
     def inflight_by_part(self) -> dict[str, int]:
@@ -65,6 +80,11 @@ class WorkerEntry:
             Part.PREFILL.value: self.prefill_inflight + self.prefill_elsewhere,
             Part.DECODE.value: self.decode_inflight + self.decode_elsewhere,
         }
+
+    @property
+    def shown_prefill(self) -> int:
+        """What other processes are shown as its prefills: those in flight, and above them those held."""
+        return self.prefill_inflight + (self.held << HELD_BITS)
 
     @property
     def has_model(self) -> bool:
@@ -123,8 +143,9 @@ class WorkerEntry:
         self.kept = None
 
     def hear(self, prefill: int, decode: int) -> None:
-        """So many requests are in flight in other processes."""
-        self.prefill_elsewhere, self.decode_elsewhere = prefill, decode
+        """So many requests are in flight in other processes; ``prefill`` is the sum of their ``shown_prefill``."""
+        self.prefill_elsewhere, self.decode_elsewhere = prefill & HELD_MASK, decode
+        self.held_elsewhere = prefill >> HELD_BITS
         self.kept = None
 
     def is_closed(self, now_s: float) -> bool:
@@ -180,7 +201,7 @@ class WorkerEntry:
             },
             "trouble": self.trouble,
             "load": dataclasses.asdict(member.load),
-            "inflight": self.inflight_by_part,
+            "inflight": {**self.inflight_by_part, "held": self.held + self.held_elsewhere},
         }
 
 
@@ -218,3 +239,21 @@ class WorkerClaim:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class WorkerHold:
+    """What a worker computed and another one reads, until ``release``; more calls of it do nothing."""
+
+    __slots__ = ("_entry", "_on_change")
+
+    def __init__(self, entry: WorkerEntry, on_change: Callable[[WorkerEntry], None]) -> None:
+        self._entry: WorkerEntry | None = entry
+        self._on_change = on_change
+        entry.held += 1
+        on_change(entry)
+
+    def release(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.held -= 1
+            self._on_change(entry)

@@ -81,20 +81,20 @@ class _Plan:
 
 
 class Prober:
-    """An async context manager: probes run inside it. ``headers`` go with every probe (an engine's API key)."""
+    """An async context manager: probes run inside it. ``headers`` gives what a probe carries (an API key)."""
 
     def __init__(
         self,
         workers: Workers,
         options: ProbeOptions | None = None,
         *,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._workers = workers
         self._options = options or ProbeOptions()
-        self._headers = tuple(headers)
+        self._headers = headers
         self._now = now
         self._draw = draw
         timeout_s = self._options.probe_timeout_s
@@ -255,5 +255,5 @@ class Prober:
 
     async def _get(self, entry: WorkerEntry, target: str, bytes_max: int) -> tuple[int, bytes]:
         pool = self._pools.get(entry.worker.url)
-        async with await pool.request("GET", target, self._headers, (), self._deadlines) as response:
+        async with await pool.request("GET", target, self._headers(), (), self._deadlines) as response:
             return response.status, await response.read(bytes_max)

@@ -28,7 +28,7 @@ from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
 from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import LoadBoard
-from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry
+from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.members import workers_of
 from kvxfer.router.fleet.pools import EnginePools
@@ -257,15 +257,21 @@ class Workers:
         that one that is to be tried by one request gets no second. Raises NoWorkerError where it is not known."""
         entry = self._known(ref)
         claim = WorkerClaim(entry, part, request_id, self._now(), self._released)
-        self._candidates = None
-        if self._board is not None:
-            self._board.show(ref, entry.prefill_inflight, entry.decode_inflight)
+        self._count(entry)
         return claim
 
-    def _released(self, entry: WorkerEntry) -> None:
+    def hold(self, ref: AgentRef) -> WorkerHold | None:
+        """Count a prompt's KV that is read from a worker until the hold is released. None where it is not known."""
+        entry = self._entries.get(ref) or self._leaving.get(ref)
+        return None if entry is None else WorkerHold(entry, self._released)
+
+    def _count(self, entry: WorkerEntry) -> None:
         self._candidates = None
         if self._board is not None:
-            self._board.show(entry.worker.ref, entry.prefill_inflight, entry.decode_inflight)
+            self._board.show(entry.worker.ref, entry.shown_prefill, entry.decode_inflight)
+
+    def _released(self, entry: WorkerEntry) -> None:
+        self._count(entry)
         if self._leaving and not entry.inflight:
             self._leaving.pop(entry.worker.ref, None)
         self.sweep()
@@ -286,7 +292,7 @@ class Workers:
             left = self._leaving.get(ref)
             if left is None or left.given.has_lease:
                 callback()
-            return _nothing
+            return lambda: None
         entry.watchers.add(callback)
         return lambda: entry.watchers.discard(callback)
 
@@ -491,7 +497,3 @@ class Workers:
 
     def __repr__(self) -> str:
         return f"Workers(revision={self._revision}, members={len(self._entries)}, is_connected={self._is_connected})"
-
-
-def _nothing() -> None:
-    pass

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from kvxfer.engine import worker as worker_module
+from kvxfer.engine.completion_parser import CompletionParser
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.options import WorkerOptions
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.runner import Runner
 from kvxfer.errors import ConfigError, PeerGoneError
+from kvxfer.openai.errors import RequestError
 from kvxfer.openai.sse import EventDecoder
 from kvxfer.types import GrantState, Role
 from tests.support.engine.engine_harness import make_prompt, new_id, reference
@@ -181,6 +183,16 @@ async def test_an_ignored_field_is_named_in_the_answer(alone):
     assert (await alone.client.post("/v1/completions", json=said)).json()["kvxfer"]["ignored_fields"] == ["temprature"]
     events = await events_of(alone.client, "/v1/completions", {**said, "stream": True})
     assert events[-2].json()["kvxfer"]["ignored_fields"] == ["temprature"]
+
+
+async def test_an_error_about_half_a_surrogate_pair_comes_whole(alone, monkeypatch):
+    def refuse(self, content, request_id):
+        raise RequestError("no field \ud800", param="\ud800")
+
+    monkeypatch.setattr(CompletionParser, "completion", refuse)
+    answer = await alone.client.post("/v1/completions", json=body([5, 6, 7]))
+    assert answer.status_code == 400, answer.text
+    assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == ("no field \ud800", "\ud800")
 
 
 async def test_bad_bodies_and_routes(alone):

@@ -80,6 +80,24 @@ async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own() -> N
         assert there.decoders[0].engines[0].statistics()["requests"] > before
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_drained_prefill_worker_is_waited_for_until_its_blocks_were_read(processes: int) -> None:
+    async with site(1, 1, router_flags=(f"--workers={processes}",)) as there:
+        prefill, decode = there.prefillers[0].engines[0], there.decoders[0].engines[0]
+        decode.fault("late", delay_s=2.0, leg="decode")
+        running = asyncio.create_task(there.complete(tokens=40))
+        await asyncio.to_thread(prefill.wait, lambda now: now["holds"] == 1 and now["open_requests"] == 0)
+        worker = (await there.workers())[prefill.url]
+        assert worker["inflight"]["held"] == 1
+        command = [sys.executable, "-m", "kvxfer.cli", "drain", worker["agent_id"], f"--router={there.router.url}"]
+        drain = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment())
+        out, _ = await asyncio.wait_for(drain.communicate(), 30)
+        assert (drain.returncode, b"is drained" in out) == (0, True)
+        assert prefill.statistics()["holds"] == 0
+        check(await running, 40)
+        assert sum((await there.workers())[prefill.url]["inflight"].values()) == 0
+
+
 @pytest.mark.parametrize("words", [("no-such-worker",), ("x", "--wait=-1")])
 async def test_a_drain_that_makes_no_sense_is_refused_in_a_sentence(words: tuple[str, ...]) -> None:
     async with site(1, 1) as there:

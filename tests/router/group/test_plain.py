@@ -35,7 +35,9 @@ def of_the_coordinator() -> Worker:
     return Worker(known, "kvxfer", "coordinator", dp_rank=3, ranks=2, aliases=frozenset({"x", "y"}))
 
 
-@pytest.mark.parametrize("worker", [stock("d0"), stock("p0", dialect="sglang"), of_the_coordinator()], ids=str)
+@pytest.mark.parametrize(
+    "worker", [stock("d0"), stock("p0", dialect="sglang"), of_the_coordinator()], ids=lambda one: one.agent_id
+)
 def test_plain_worker_comes_out_equal(worker: Worker) -> None:
     came = through(Worker, worker)
     assert came == worker

@@ -317,7 +317,8 @@ def _text(path: pathlib.Path, what: str) -> str:
             raise ConfigError(f"{what}: {path} has more than {TOKEN_BYTES_MAX} bytes")
         text = path.read_text("ascii").strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: {path} cannot be read: {error}") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"{what}: {path} cannot be read: {reason}") from None
     if not text or not text.isprintable():
         raise ConfigError(f"{what}: {path} is empty, or not one line of text")
     return text
