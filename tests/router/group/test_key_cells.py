@@ -22,14 +22,13 @@ class Process:
         self.cells = KeyCells(segment, row)
         self.use = self.cells.seat(5)
         if like is not None:
-            for level, mine, its in zip(like.meter.levels(now), *self.pairs(like), strict=True):
-                if level is not None:
-                    mine.tell(level, now, its.seen)
-        self.meter = KeyMeter(limits, now, self.use)
+            requests, tokens = like.meter.levels(now)
+            if requests is not None:
+                self.use.requests.tell(requests, now, like.use.requests.seen)
+            if tokens is not None:
+                self.use.tokens.tell(tokens, now, like.use.tokens.seen)
+        self.meter: KeyMeter = KeyMeter(limits, now, self.use)
         self.looked_s = now
-
-    def pairs(self, other: Process):  # type: ignore[no-untyped-def]
-        return (self.use.requests, self.use.tokens), (other.use.requests, other.use.tokens)
 
 
 class Several:
