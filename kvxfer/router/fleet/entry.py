@@ -14,28 +14,17 @@ from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.health import WorkerHealth
 from kvxfer.policy.place import Candidate
+from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
 from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
-
-HELD_BITS = 32
-HELD_MASK = (1 << HELD_BITS) - 1
 
 
 class WorkerEntry:
     """``given`` is what the source says; ``worker`` has what the engine says of itself added."""
 
     __slots__ = (
-        *("_skeleton", "capacity", "decode_elsewhere", "decode_inflight", "given", "health", "held", "identity"),
-        *(
-            "held_elsewhere",
-            "is_barred",
-            "is_drained",
-            "is_suspicion_doubted",
-            "kept",
-            "prefill_elsewhere",
-            "prefill_inflight",
-            "said",
-        ),
+        *("_skeleton", "capacity", "decode_inflight", "elsewhere", "given", "health", "held", "identity"),
+        *("is_barred", "is_drained", "is_suspicion_doubted", "kept", "prefill_inflight", "said"),
         *("suspect_is_closed", "trouble", "watchers", "worker"),
     )
 
@@ -44,12 +33,10 @@ class WorkerEntry:
         self.health = health
         self.prefill_inflight = 0
         self.decode_inflight = 0
-        self.prefill_elsewhere = 0
-        """In flight in other processes of this router."""
-        self.decode_elsewhere = 0
         self.held = 0
         """Prompts that it has computed and that the other worker may still be reading: no load, and not idle."""
-        self.held_elsewhere = 0
+        self.elsewhere = InFlight()
+        """In other processes of this router."""
         self.watchers: set[Callable[[], None]] = set()
         self.identity: EngineIdentity | None = None
         self.said: EngineLoad | None = None
@@ -77,14 +64,14 @@ class WorkerEntry:
     def inflight_by_part(self) -> dict[str, int]:
         """In all processes."""
         return {
-            Part.PREFILL.value: self.prefill_inflight + self.prefill_elsewhere,
-            Part.DECODE.value: self.decode_inflight + self.decode_elsewhere,
+            Part.PREFILL.value: self.prefill_inflight + self.elsewhere.prefill,
+            Part.DECODE.value: self.decode_inflight + self.elsewhere.decode,
         }
 
     @property
-    def shown_prefill(self) -> int:
-        """What other processes are shown as its prefills: those in flight, and above them those held."""
-        return self.prefill_inflight + (self.held << HELD_BITS)
+    def shown(self) -> InFlight:
+        """What other processes are shown."""
+        return InFlight(self.prefill_inflight, self.decode_inflight, self.held)
 
     @property
     def has_model(self) -> bool:
@@ -142,10 +129,9 @@ class WorkerEntry:
             self.decode_inflight += count
         self.kept = None
 
-    def hear(self, prefill: int, decode: int) -> None:
-        """So many requests are in flight in other processes; ``prefill`` is the sum of their ``shown_prefill``."""
-        self.prefill_elsewhere, self.decode_elsewhere = prefill & HELD_MASK, decode
-        self.held_elsewhere = prefill >> HELD_BITS
+    def hear(self, counts: InFlight) -> None:
+        """So many requests are in flight in other processes."""
+        self.elsewhere = counts
         self.kept = None
 
     def is_closed(self, now_s: float) -> bool:
@@ -159,8 +145,8 @@ class WorkerEntry:
         made = object.__new__(Candidate)
         fields = made.__dict__
         fields.update(self._skeleton)
-        fields["prefill_inflight"] = self.prefill_inflight + self.prefill_elsewhere
-        fields["decode_inflight"] = self.decode_inflight + self.decode_elsewhere
+        fields["prefill_inflight"] = self.prefill_inflight + self.elsewhere.prefill
+        fields["decode_inflight"] = self.decode_inflight + self.elsewhere.decode
         if self.suspect_is_closed:
             fields["is_last_choice"] = True
         if not health.is_steady:
@@ -201,7 +187,7 @@ class WorkerEntry:
             },
             "trouble": self.trouble,
             "load": dataclasses.asdict(member.load),
-            "inflight": {**self.inflight_by_part, "held": self.held + self.held_elsewhere},
+            "inflight": {**self.inflight_by_part, "held": self.held + self.elsewhere.held},
         }
 
 

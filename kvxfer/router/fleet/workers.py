@@ -268,7 +268,7 @@ class Workers:
     def _count(self, entry: WorkerEntry) -> None:
         self._candidates = None
         if self._board is not None:
-            self._board.show(entry.worker.ref, entry.shown_prefill, entry.decode_inflight)
+            self._board.show(entry.worker.ref, entry.shown)
 
     def _released(self, entry: WorkerEntry) -> None:
         self._count(entry)
@@ -278,10 +278,10 @@ class Workers:
 
     def _hear(self, board: LoadBoard) -> None:
         """Take what other processes have in flight."""
-        for ref, prefill, decode in board.changed():
+        for ref, counts in board.changed():
             entry = self._entries.get(ref) or self._leaving.get(ref)
             if entry is not None:
-                entry.hear(prefill, decode)
+                entry.hear(counts)
                 self._candidates = None
 
     def watch(self, ref: AgentRef, callback: Callable[[], None]) -> Callable[[], None]:

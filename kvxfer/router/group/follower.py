@@ -77,7 +77,7 @@ class FollowingWorkers(Workers):
             entry.is_drained, entry.trouble = account.is_drained, account.trouble
             entry.health.take(account.health)
             entry.refresh()
-            self._shared.show(account.given.ref, entry.shown_prefill, entry.decode_inflight)
+            self._shared.show(account.given.ref, entry.shown)
         if update.pairs is not None:
             self._closed = {(pair.prefill, pair.decode): pair for pair in update.pairs}
         self._changed()

@@ -2,8 +2,8 @@
 
 ::
 
-            | inside | connections | serving | -  | worker 0: prefill, decode | worker 1: ... | keys: see below |
-    row 0   |   12   |     40      |    1    |    |     2          10         |     0         |                 |
+            | inside | connections | serving | -  | worker 0: prefill, decode, held | worker 1: ... | keys: see below |
+    row 0   |   12   |     40      |    1    |    |     2          10      0        |     0         |                 |
     row 1   |   ...
 
 Each cell is an aligned 64-bit number that one process alone writes, whole, in one store, from a count that it keeps
@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.router.fleet.board import InFlight
 from kvxfer.types import AgentRef
 
 INSIDE, CONNECTIONS, SERVING = 0, 1, 2
@@ -42,7 +43,8 @@ KEY_INFLIGHT, KEY_REQUESTS, KEY_TOKENS = 0, 1, 2
 _KEY_NUMBERS = 3
 _CELL = 8
 _UNSEEN = -1
-_LOAD_CELLS = HEADER + 2 * SEATS
+_EACH = len(InFlight._fields)
+_LOAD_CELLS = HEADER + _EACH * SEATS
 _ROW_CELLS = _LOAD_CELLS + _KEY_NUMBERS * KEY_SEATS
 
 Cells = npt.NDArray[np.int64]
@@ -79,8 +81,8 @@ class SharedCounts:
 
     def inflight(self, seat: int) -> int:
         """Of all processes, at one worker."""
-        at = HEADER + 2 * seat
-        return int(self.table[:, at : at + 2].sum())
+        at = HEADER + _EACH * seat
+        return int(self.table[:, at : at + _EACH].sum())
 
     def key_inflight(self, seat: int) -> int:
         """Of all processes, of one holder of API keys."""
@@ -108,9 +110,9 @@ class SharedBoard:
         more = seat + 1 - len(self._refs)
         if more > 0:
             self._refs += [None] * more
-            self._seen = np.concatenate((self._seen, np.zeros(2 * more, dtype=np.int64)))
+            self._seen = np.concatenate((self._seen, np.zeros(_EACH * more, dtype=np.int64)))
         self._refs[seat] = ref
-        self._seen[2 * seat : 2 * seat + 2] = _UNSEEN
+        self._seen[_EACH * seat : _EACH * (seat + 1)] = _UNSEEN
 
     def unseat(self, ref: AgentRef) -> None:
         """Nothing is counted of that worker any more, in no process."""
@@ -118,17 +120,17 @@ class SharedBoard:
         if seat is not None:
             self._refs[seat] = None
 
-    def show(self, ref: AgentRef, prefill: int, decode: int) -> None:
+    def show(self, ref: AgentRef, counts: InFlight) -> None:
         seat = self._seats.get(ref)
         if seat is not None and self._row is not None:
-            at = HEADER + 2 * seat
-            self._row[at] = prefill
-            self._row[at + 1] = decode
+            at = HEADER + _EACH * seat
+            for cell, count in enumerate(counts, at):
+                self._row[cell] = count
 
     def again(self) -> None:
         self._seen[:] = _UNSEEN
 
-    def changed(self) -> Iterable[tuple[AgentRef, int, int]]:
+    def changed(self) -> Iterable[tuple[AgentRef, InFlight]]:
         used = len(self._seen)
         now = self._table[:, HEADER : HEADER + used].sum(axis=0)
         if self._row is not None:
@@ -138,10 +140,10 @@ class SharedBoard:
             return ()
         self._seen = now
         found = []
-        for seat in dict.fromkeys((np.flatnonzero(differs) // 2).tolist()):
+        for seat in dict.fromkeys((np.flatnonzero(differs) // _EACH).tolist()):
             ref = self._refs[seat]
             if ref is not None:
-                found.append((ref, int(now[2 * seat]), int(now[2 * seat + 1])))
+                found.append((ref, InFlight(*now[_EACH * seat : _EACH * (seat + 1)].tolist())))
         return found
 
     # Of the process itself.

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.group.segment import HEADER, INSIDE, SEATS, SERVING, SharedBoard, SharedCounts
 from kvxfer.types import AgentRef
 from tests.support.fleet import stock
@@ -18,6 +19,7 @@ ROWS = 3
 REFS = [stock(f"d{number}").ref for number in range(4)]
 
 shows = st.tuples(st.just("show"), st.integers(0, ROWS - 1), st.integers(0, 3), st.integers(0, 5), st.integers(0, 5))
+"""Of a worker: its prefills, and as many held; its decodes."""
 ends = st.tuples(st.just("end"), st.integers(0, ROWS - 1), st.just(0), st.just(0), st.just(0))
 agains = st.tuples(st.just("again"), st.integers(0, ROWS), st.just(0), st.just(0), st.just(0))
 moves = st.tuples(st.just("move"), st.just(0), st.integers(0, 3), st.integers(4, 9), st.just(0))
@@ -33,13 +35,13 @@ def test_board_equals_a_model(steps: list[tuple[str, int, int, int, int]]) -> No
         for board in boards:
             for ref, seat in seats.items():
                 board.seat(ref, seat)
-        model: dict[tuple[int, AgentRef], tuple[int, int]] = {}
-        views: list[dict[AgentRef, tuple[int, int]]] = [{} for _ in boards]
+        model: dict[tuple[int, AgentRef], InFlight] = {}
+        views: list[dict[AgentRef, InFlight]] = [{} for _ in boards]
         for what, row, worker, prefill, decode in steps:
             ref = REFS[worker]
             if what == "show":
-                boards[row].show(ref, prefill, decode)
-                model[row, ref] = (prefill, decode)
+                model[row, ref] = counts = InFlight(prefill, decode, prefill)
+                boards[row].show(ref, counts)
             elif what == "end":
                 segment.clear(row)
                 model = {key: counts for key, counts in model.items() if key[0] != row}
@@ -51,11 +53,11 @@ def test_board_equals_a_model(steps: list[tuple[str, int, int, int, int]]) -> No
                     board.unseat(ref)
                     board.seat(ref, prefill)
             for mine, board in enumerate(boards):
-                for changed, *counts in board.changed():
-                    views[mine][changed] = (counts[0], counts[1])
+                for changed, seen in board.changed():
+                    views[mine][changed] = seen
                 for one in REFS:
-                    others = [model.get((row, one), (0, 0)) for row in range(ROWS) if row != mine]
-                    assert views[mine][one] == (sum(p for p, _ in others), sum(d for _, d in others))
+                    others = [model.get((row, one), InFlight()) for row in range(ROWS) if row != mine]
+                    assert views[mine][one] == tuple(map(sum, zip(*others, strict=True)))
     finally:
         segment.close()
 
@@ -68,17 +70,17 @@ def test_board_gives_only_what_changed() -> None:
         other.seat(ref, seat)
     assert len(list(one.changed())) == len(REFS)
     assert not list(one.changed())
-    one.show(REFS[1], 5, 5)
+    one.show(REFS[1], InFlight(5, 5))
     assert not list(one.changed())  # its own
-    other.show(REFS[2], 0, 3)
-    assert list(one.changed()) == [(REFS[2], 0, 3)]
+    other.show(REFS[2], InFlight(0, 3))
+    assert list(one.changed()) == [(REFS[2], InFlight(0, 3, 0))]
     segment.close()
 
 
 def test_board_does_not_count_a_worker_without_a_seat() -> None:
     segment = SharedCounts.make(2)
     one, other = SharedBoard(segment, 0), SharedBoard(segment, 1)
-    other.show(REFS[0], 1, 1)
+    other.show(REFS[0], InFlight(1, 1))
     assert not list(one.changed())
     assert not segment.table[:, HEADER:].any()
     with pytest.raises(InvalidArgumentError):
@@ -124,8 +126,8 @@ def test_segment_cells_are_aligned_and_stored_whole() -> None:
 
     def write() -> None:
         while not stop.is_set():
-            board.show(REFS[0], low, high)
-            board.show(REFS[0], high, low)
+            board.show(REFS[0], InFlight(low, high))
+            board.show(REFS[0], InFlight(high, low))
 
     writer = threading.Thread(target=write)
     writer.start()
