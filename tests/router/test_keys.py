@@ -234,12 +234,14 @@ def test_a_holder_goes_on_with_what_it_used_under_a_new_key() -> None:
         (b'{"usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}}', (4, 3)),
         (b'{"usage": {"prompt_tokens": 4, "total_tokens": 4}}', (4, None)),
         (b'{"type": "response.completed", "response": {"usage": {"input_tokens": 5, "output_tokens": 6}}}', (5, 6)),
-        (b'{"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}', (5, 1)),
+        (b'{"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}', (5, None)),
         (b'{"type": "message_delta", "usage": {"output_tokens": 9}}', (None, 9)),
         (b'{"text": "x", "meta_info": {"prompt_tokens": 2, "completion_tokens": 1}}', (2, 1)),
         (b'{"usage": {"prompt_tokens": true, "completion_tokens": -1}}', (None, None)),
         (b'{"usage": [{"prompt_tokens": 1}]}', (None, None)),
         (b'["prompt_tokens"]', (None, None)),
+        (b'{"usage": {"prompt_tokens": 1%b, "completion_tokens": 3}}' % (b"0" * 400), (None, 3)),
+        (b'[{"meta_info": {"prompt_tokens": 2, "completion_tokens": 1}}, {"meta_info": {"prompt_tokens": 3}}]', (5, 1)),
         (b'{"prompt_tokens"', (None, None)),
         (b"[DONE]", (None, None)),
     ],
@@ -249,6 +251,13 @@ def test_usage_is_found_where_an_api_puts_it(content: bytes, found: tuple[int | 
     seen.note(content)
     seen.note(content)
     assert (seen.prompt, seen.answer) == found
+
+
+def test_each_sequence_of_a_stream_of_several_counts() -> None:
+    seen = UsageSeen()
+    for index, tokens in ((0, 1), (1, 1), (0, 2), (1, 5), (None, 1)):
+        seen.note(json.dumps({"index": index, "meta_info": {"prompt_tokens": 4, "completion_tokens": tokens}}).encode())
+    assert (seen.prompt, seen.answer) == (8, 7)
 
 
 # At a running router.
@@ -357,6 +366,17 @@ async def test_a_request_is_released_however_it_ends(end: str) -> None:
                 d.cut_after = None
             await router.wait_metric('kvxfer_router_key_inflight{key="team"}', 0)
         assert keys.check(f"Bearer {SECRET}").inflight == 0  # type: ignore[union-attr]
+
+
+async def test_a_count_that_no_answer_has_leaks_nothing() -> None:
+    p, d = pair()
+    d.prompt_tokens = 10**400
+    keys = keys_of(holder(max_inflight=1, tokens_per_minute=1000))
+    async with router_over(p, d, keys=keys) as router:
+        for _ in range(2):
+            assert (await router.complete(max_tokens=20, headers=bearer())).status_code == 200
+        await router.wait_metric('kvxfer_router_key_inflight{key="team"}', 0)
+        await router.wait_metric('kvxfer_router_key_tokens_total{key="team"}', 12)  # 3 by estimate, and 3 of the answer
 
 
 async def test_tokens_are_the_answers_own_where_it_says_them() -> None:
