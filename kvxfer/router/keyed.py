@@ -21,6 +21,9 @@ from kvxfer.router.usage import UsageSeen
 RATE_LIMITED = 429
 FORBIDDEN = 403
 RETRY_AFTER_MAX_S = 3600
+BEAM_SEARCH = "use_beam_search"
+EXPECTED_MAX = 1 << 40
+"""Of one request's tokens. Much larger numbers would take the smaller ones of a bucket with them."""
 EVENT_BYTES = 200
 """Of a streamed answer, about, for each token: an event with its frame."""
 
@@ -47,7 +50,7 @@ class RateLimitedError(RequestError):
 
 def expected_tokens(inbound: Inbound) -> tuple[int, int | None]:
     """About how many tokens the prompts of a request have, and the bound of all its answers; None where the client
-    gives none."""
+    gives none, or asks for a number of answers that is not read here (engines take ``"3"``, too)."""
     if not inbound.api.generates:
         return estimate_tokens(len(inbound.body)), 0
     prompt, _ = inbound.prompt_tokens()
@@ -56,9 +59,13 @@ def expected_tokens(inbound: Inbound) -> tuple[int, int | None]:
     each = 1
     for name in inbound.api.many_fields:
         value = number_in(inbound.scan, name)
-        if isinstance(value, int) and value > each:
-            each = value
-    return prompt, inbound.token_limit[1] * each * (inbound.size.prompts or 1)
+        if value is not None and value == value // 1:
+            each = max(each, int(value))
+        elif inbound.has(name) and name != BEAM_SEARCH:  # that one says only how
+            return prompt, None
+    if inbound.api.is_sampled_by_object and inbound.many_field is not None:
+        return prompt, None
+    return prompt, min(EXPECTED_MAX, inbound.token_limit[1] * each * (inbound.size.prompts or 1))
 
 
 class KeyHolder:

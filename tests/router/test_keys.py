@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits
+from kvxfer.router.apis import api_of
 from kvxfer.router.auth import ApiKeys
-from kvxfer.router.keyed import RateLimitedError
+from kvxfer.router.inbound import Inbound
+from kvxfer.router.keyed import EXPECTED_MAX, RateLimitedError, expected_tokens
 from kvxfer.router.keyfile import UNNAMED, KeyEntry, digest_of, read_key_file
 from kvxfer.router.server import followed_keys
 from kvxfer.router.usage import UsageSeen
@@ -258,6 +260,27 @@ def test_each_sequence_of_a_stream_of_several_counts() -> None:
     for index, tokens in ((0, 1), (1, 1), (0, 2), (1, 5), (None, 1)):
         seen.note(json.dumps({"index": index, "meta_info": {"prompt_tokens": 4, "completion_tokens": tokens}}).encode())
     assert (seen.prompt, seen.answer) == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "bound"),
+    [
+        ("/v1/completions", {"n": 3}, 30),
+        ("/v1/completions", {"n": 3.0, "best_of": 2}, 30),
+        ("/v1/completions", {"n": "3"}, None),
+        ("/v1/completions", {"n": 2, "use_beam_search": True}, 20),
+        ("/v1/completions", {"n": 10**19, "max_tokens": 2**31 - 1}, EXPECTED_MAX),
+        ("/v1/chat/completions", {"n": 1e400}, None),
+        ("/generate", {"sampling_params": {"max_new_tokens": 10}}, 10),
+        ("/generate", {"sampling_params": {"max_new_tokens": 10, "n": 3}}, None),
+    ],
+)
+def test_several_answers_cost_more_than_one(path: str, more: dict[str, Any], bound: int | None) -> None:
+    api = api_of(path)
+    assert api is not None
+    prompt = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "text": "hello"}
+    text = json.dumps({"model": "m", "max_tokens": 10, **prompt, **more}).replace("Infinity", "1e400")
+    assert expected_tokens(Inbound.read(api, text.encode()))[1] == bound
 
 
 # At a running router.
