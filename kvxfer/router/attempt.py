@@ -34,7 +34,7 @@ from kvxfer.router.failure import Failure, FailureKind, LegFailed
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
-from kvxfer.router.legs import calling, forgo, is_object, kind_of, read
+from kvxfer.router.legs import calling, forgo, is_array, is_object, kind_of, read
 from kvxfer.router.merge import MARKS, Merger
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
@@ -221,7 +221,7 @@ class Attempt:
             self._is_decode_reached = True
             if not inbound.stream:
                 content = await read(response, core.options.max_answer_bytes, Part.DECODE)
-                if not is_object(content):
+                if not is_object(content) and not (self._inbound.may_get_array and is_array(content)):
                     raise LegFailed(failure.malformed(Part.DECODE, "not a JSON object"))
                 self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
                 return await self._answer_whole(content)

@@ -13,7 +13,7 @@ import random
 from collections.abc import AsyncIterator
 
 from kvxfer.errors import KvxferError, NoWorkerError
-from kvxfer.openai.scanner import Fields
+from kvxfer.openai.scanner import Fields, Kind
 from kvxfer.policy.backoff import Backoff
 from kvxfer.router import failure
 from kvxfer.router.core import RouterCore
@@ -38,6 +38,8 @@ FORGO_S = 20.0
 """How long a decode worker is given to take a request that only gives P's blocks back."""
 FORGO_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
 _NO_FIELDS = Fields([])
+_BLANKS = b" \t\r\n"
+_ONE_FIELD = Fields(["a"])
 
 
 @contextlib.asynccontextmanager
@@ -77,6 +79,16 @@ def is_object(content: bytes) -> bool:
     except KvxferError:
         return False
     return True
+
+
+def is_array(content: bytes) -> bool:
+    """Whether ``content`` is a JSON array."""
+    try:
+        scan = _ONE_FIELD.scan(b'{"a":%b}' % content)
+    except KvxferError:
+        return False
+    span = scan.span("a")
+    return scan.kind("a") is Kind.ARRAY and span is not None and span[1] - span[0] == len(content.strip(_BLANKS))
 
 
 def forgo(core: RouterCore, worker: Worker, leg: Leg) -> None:
