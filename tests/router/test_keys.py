@@ -143,6 +143,13 @@ def entry(**more: Any) -> str:
         (json.dumps({"keys": [{"name": "a", "key": SECRET}, {"name": "b", "key": SECRET}]}), "a key that another"),
         (json.dumps({"keys": [{"name": "a", "key": [f"key-{n}" for n in range(1025)]}]}), "text, or a list"),
         (json.dumps({"defaults": {"name": "a"}, "keys": []}), "defaults has an unknown member"),
+        (entry(key="\ud800"), "half a character"),
+        *((f"keys:\n- name: a\n  key: !!{tag}", "no YAML") for tag in ("int ''", "float ''", "bool x", "timestamp x")),
+        *(
+            (f"{head}\n- name: a", "no blank within")
+            for head in ("", "[]", '"keys":', "keys :", "--- # x", "%YAML 1.2")
+        ),
+        ("keys:\n- &a {name: a}\n- {<<: *a, key: b}", "no YAML in line 3"),
     ],
 )
 def test_a_wrong_file_is_told_without_a_key(tmp_path: pathlib.Path, text: str, reason: str) -> None:
@@ -182,9 +189,9 @@ async def test_a_changed_file_is_read_again(tmp_path: pathlib.Path, monkeypatch:
     monkeypatch.setattr("kvxfer.router.server.KEYS_POLL_S", 0.02)
     path = tmp_path / "keys"
     path.write_text(SECRET)
-    keys = ApiKeys()
+    path.chmod(0o600)
     with logged(logging.INFO) as records:
-        async with followed_keys(keys, str(path), "API keys"):
+        async with followed_keys(keys := ApiKeys(), str(path), "API keys"):
             assert keys.check(f"Bearer {SECRET}") is not None
             path.write_text(entry(key=OTHER, max_inflight=1))
 
