@@ -7,11 +7,14 @@ key was set. It must never choose a worker.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import Response
 
+from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
 from kvxfer.router.auth import ApiKeys
@@ -20,14 +23,23 @@ from kvxfer.router.fleet.workers import Workers
 from kvxfer.serving.json_response import JSONResponse
 from kvxfer.types import Role
 
+_PORT = re.compile(r":[0-9]*\Z")
+
 NO_ADMIN = (
     "admin routes need an admin key (--admin-key-file) where the router listens beyond loopback, and this one has none"
 )
 
 
+OF_A_PAGE = (
+    "admin routes without an admin key answer programs and pages of this machine, and this request is of a page that "
+    "came from elsewhere"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AdminAccess:
-    """``keys`` open the admin routes. Without keys they are open on a loopback listener, and closed elsewhere."""
+    """``keys`` open the admin routes. Without keys they are open on a loopback listener, and closed elsewhere. There a
+    page of another origin is refused, which could make a browser on this machine send what it likes."""
 
     keys: ApiKeys
     is_loopback: bool
@@ -38,6 +50,20 @@ class AdminAccess:
             self.keys.check(request.headers.get("authorization"))
         elif not self.is_loopback:
             raise RequestError(NO_ADMIN, status=403, error_code="admin_closed")
+        elif is_of_a_foreign_page(request.headers):
+            raise RequestError(OF_A_PAGE, status=403, error_code="admin_closed")
+
+
+def is_of_a_foreign_page(given: Mapping[str, str]) -> bool:
+    """Whether a browser sent it for a page that this router did not serve, or under a name that is not this machine's:
+    a page can have its own name resolve to a loopback address."""
+    host = given.get("host", "")
+    origin = given.get("origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    if given.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return True
+    return bool(host) and not is_loopback(_PORT.sub("", host))
 
 
 def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> None:

@@ -39,6 +39,32 @@ def test_admin_routes_without_a_key_are_closed_beyond_loopback() -> None:
     assert getattr(caught.value, "status", None) == 403
 
 
+PAGES: list[tuple[dict[str, str], bool]] = [
+    ({"origin": "https://evil.example"}, False),
+    ({"origin": "null"}, False),
+    ({"origin": "http://127.0.0.1:1"}, False),
+    ({"sec-fetch-site": "cross-site"}, False),
+    ({"sec-fetch-site": "same-site"}, False),
+    ({"host": "evil.example:8080"}, False),
+    ({"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}, False),
+    ({"host": "127.0.0.1.evil.example"}, False),
+    ({"host": "localhost:8080", "origin": "http://localhost:8080", "sec-fetch-site": "same-origin"}, True),
+    ({"host": "[::1]:8080", "sec-fetch-site": "none"}, True),
+    ({"host": "[::1]"}, True),
+    ({"host": "127.0.0.1"}, True),
+    ({}, True),
+]
+
+
+@pytest.mark.parametrize(("headers", "may"), PAGES)
+async def test_a_page_from_elsewhere_does_not_administer_an_open_router(headers: dict[str, str], may: bool) -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        for method, path in (*ROUTES[:3], ("GET", "/ui/state")):
+            answer = await router.client.request(method, path, headers=headers, json={"url": "http://127.0.0.1:1"})
+            assert (answer.status_code < 300) is may, answer.text
+            assert may or answer.json()["error"]["code"] == "admin_closed"
+
+
 async def test_an_admin_adds_drains_and_removes_a_worker() -> None:
     d, other = FakeWorker("d0"), FakeWorker("d1")
     async with other.running(), router_over(d) as router:
