@@ -32,6 +32,7 @@ INTERNAL = 500
 BAD_GATEWAY = 502
 UNAVAILABLE = 503
 
+CODE_CHARS_MAX = 128
 _TOKENS_MAX = 1 << 40
 _STATUS = re.compile(r"[45][0-9]{2}")
 _TOO_LONG = re.compile(
@@ -98,7 +99,8 @@ class Failure:
 
     @property
     def code(self) -> str:
-        return str(self.body["error"]["code"])
+        """For logs and spans: without what is beyond CODE_CHARS_MAX of one that an engine wrote."""
+        return str(self.body["error"]["code"])[:CODE_CHARS_MAX]
 
     @property
     def is_retryable(self) -> bool:

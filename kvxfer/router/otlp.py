@@ -64,7 +64,8 @@ class OtlpSettings:
         except ValueError:
             is_good = False
         if not is_good or "@" in url.netloc:
-            raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+            shown = repr(self.url) if "@" not in self.url else "one with a user or an @"  # it may hold a password
+            raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not {shown}")
 
 
 def settings(options: RouterOptions, environ: Mapping[str, str] = os.environ) -> OtlpSettings | None:
@@ -216,7 +217,8 @@ class OtlpExporter:
                 status = self._post(content)
             except (OSError, ValueError, http.client.HTTPException) as error:
                 self._close()
-                trouble = str(error) or type(error).__name__
+                is_told = str(error) and not isinstance(error, ValueError)  # that quotes the header that it refuses
+                trouble = str(error) if is_told else type(error).__name__
                 continue
             if 200 <= status < 300:
                 if not self._is_well:
