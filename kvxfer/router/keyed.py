@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable
 
 from kvxfer.openai.errors import RequestError
+from kvxfer.openai.scanner import Kind
 from kvxfer.policy.disagg import estimate_tokens
 from kvxfer.policy.keylimits import KeyLimits, KeyMeter, KeyPass, KeyRefusal, LimitKind
+from kvxfer.router.apis.api import ADAPTER
 from kvxfer.router.inbound import Inbound, number_in
 from kvxfer.router.keyfile import UNNAMED, KeyEntry
 from kvxfer.router.record import RequestRecord
@@ -66,6 +68,10 @@ def expected_tokens(inbound: Inbound) -> tuple[int, int | None]:
     if inbound.api.is_sampled_by_object and inbound.many_field is not None:
         return prompt, None
     return prompt, min(EXPECTED_MAX, inbound.token_limit[1] * each * (inbound.size.prompts or 1))
+
+
+def _not_allowed(why: str, param: str | None) -> RequestError:
+    return RequestError(why, param=param, status=FORBIDDEN, error_code="model_not_allowed")
 
 
 class KeyHolder:
@@ -158,12 +164,10 @@ class KeyedRequest:
             if not inbound.model and len(models) == 1:
                 inbound = dataclasses.replace(inbound, model=models[0])
             if not holder.may_use(inbound.model):
-                raise RequestError(
-                    f"model: this API key may not use {inbound.model!r}",
-                    param="model",
-                    status=FORBIDDEN,
-                    error_code="model_not_allowed",
-                )
+                raise _not_allowed(f"model: this API key may not use {inbound.model!r}", "model")
+            adapter = inbound.scan.scalar(ADAPTER) if inbound.scan.kind(ADAPTER) is Kind.STRING else None
+            if inbound.has(ADAPTER) and not (isinstance(adapter, str) and holder.may_use(adapter)):
+                raise _not_allowed(f"{ADAPTER}: this API key may use no adapter but those among its models", ADAPTER)
         self._prompt, self._bound = expected_tokens(inbound)
         refusal = taken.reserve(self._prompt + (self._bound or 0), self._now())
         if refusal is not None:
@@ -177,11 +181,7 @@ class KeyedRequest:
         if holder is None or taken is None or self._now is None:
             return
         if holder.models is not None and not holder.may_use(model):
-            raise RequestError(
-                "this API key is for some models only, and this path passes through to any",
-                status=FORBIDDEN,
-                error_code="model_not_allowed",
-            )
+            raise _not_allowed("this API key is for some models only, and this path passes through to any", None)
         self._unread = estimate_tokens(body_bytes)
         refusal = taken.reserve(self._unread, self._now())
         if refusal is not None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+from typing import Any
 
 import pytest
 
-from kvxfer.router.keyfile import read_key_file
+from kvxfer.openai.errors import RequestError
+from kvxfer.policy.keylimits import KeyLimits
+from kvxfer.router.apis import api_of
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.inbound import Inbound
+from kvxfer.router.keyfile import KeyEntry, digest_of, read_key_file
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
@@ -18,3 +25,25 @@ def test_a_file_of_keys_that_others_may_read_is_told(
     path.chmod(mode)
     assert len(read_key_file(str(path))) == 1
     assert ("may be read by others" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("adapter", "may"),
+    [("mine", True), (None, True), ("theirs", False), ("", False), (["mine"], False), (["mine", "theirs"], False)],
+)
+def test_an_adapter_is_no_way_around_the_models_of_a_key(path: str, adapter: Any, may: bool) -> None:
+    keys = ApiKeys()
+    keys.replace([KeyEntry("team", (digest_of(b"sk-1"),), KeyLimits(), frozenset({"base", "mine"}))])
+    api = api_of(path)
+    assert api is not None
+    body = {"model": "base", "text": "x", "messages": [{"role": "user", "content": "x"}], "lora_path": adapter}
+    inbound = Inbound.read(api, json.dumps(body).encode())
+    keyed = keys.enter("Bearer sk-1")
+    if may:
+        assert keyed.admit(inbound, ("base",)) is inbound
+    else:
+        with pytest.raises(RequestError, match="no adapter but those") as caught:
+            keyed.admit(inbound, ("base",))
+        assert (caught.value.status, caught.value.param) == (403, "lora_path")
+    keyed.end()
