@@ -205,7 +205,9 @@ def test_where_spans_go(flag: str, environ: dict[str, str], url: str | None) -> 
     assert (None if found is None else found.url) == url
 
 
-@pytest.mark.parametrize("endpoint", ["a:1", "ftp://a", "http://", "http://a:x", "http://u:p@a:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["a:1", "ftp://a", "http://", "http://a:x", "http://u:p@a:1", "http://[::1", "http://a b"]
+)
 def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint") as caught:
         settings(RouterOptions(otlp_endpoint=endpoint), {})
