@@ -81,6 +81,8 @@ class FailureKind(enum.StrEnum):
     """The worker's own 4xx: the request is at fault, and no other worker would take it."""
     DOES_NOT_FIT = "does_not_fit"
     """The worker's own 4xx too, and a larger worker may take it: that says something of the worker's size only."""
+    TOO_LONG = "too_long"
+    """The answer passes a bound of the router's: the request asked for so much, and another worker's is no shorter."""
     OVERLOADED = "overloaded"
     """The worker answered that it takes nothing now."""
     ERROR = "error"
@@ -110,7 +112,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether the client is to be told at once: another worker would say the same."""
-        return self.kind is FailureKind.REFUSED
+        return self.kind in (FailureKind.REFUSED, FailureKind.TOO_LONG)
 
     @property
     def is_of_size(self) -> bool:
@@ -194,6 +196,10 @@ def gone(what: str) -> Failure:
 def malformed(what: str, reason: str) -> Failure:
     body = error_body(ProtocolError(f"the {what} worker's answer is malformed: {reason}"))
     return Failure(FailureKind.MALFORMED, BAD_GATEWAY, body)
+
+
+def too_long(what: str, reason: str) -> Failure:
+    return dataclasses.replace(malformed(what, reason), kind=FailureKind.TOO_LONG)
 
 
 def of_handover(error: ProtocolError) -> Failure:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 
 from kvxfer.errors import KvxferError, NoWorkerError
 from kvxfer.openai.scanner import Fields, Kind
+from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.router import failure
 from kvxfer.router.core import RouterCore
@@ -59,7 +60,8 @@ async def read(response: UpstreamResponse, bytes_max: int, what: str) -> bytes:
     try:
         return await response.read(bytes_max)
     except UpstreamTooLargeError:
-        raise LegFailed(failure.malformed(what, f"longer than {bytes_max} bytes")) from None
+        failed = failure.too_long if what == Part.DECODE else failure.malformed  # P's is short whatever is asked for
+        raise LegFailed(failed(what, f"longer than {bytes_max} bytes")) from None
     except UpstreamError as error:
         raise LegFailed(failure.from_upstream(what, error)) from None
 

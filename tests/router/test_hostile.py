@@ -14,6 +14,8 @@ from kvxfer.router.apis import api_of
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.keyfile import KeyEntry, digest_of, read_key_file
+from kvxfer.types import Role
+from tests.support.fake_workers import FakeWorker, router_over
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
@@ -47,3 +49,19 @@ def test_an_adapter_is_no_way_around_the_models_of_a_key(path: str, adapter: Any
             keyed.admit(inbound, ("base",))
         assert (caught.value.status, caught.value.param) == (403, "lora_path")
     keyed.end()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_for_too_long_an_answer_costs_no_worker_its_place(stream: bool, has_begun: bool) -> None:
+    """A client asks for it, with logprobs of a long prompt; no other worker would answer with less."""
+    d, other = (FakeWorker(name, Role.BOTH, dialect="plain") for name in ("d0", "d1"))
+    d.tokens = other.tokens = [*(["a"] if has_begun else []), "x" * (2 << 20)]
+    async with router_over(d, other, max_answer_bytes=1 << 20) as router:
+        for number in range(1, 6):
+            answer = await router.complete(stream=stream)
+            assert answer.status_code == (200 if stream and has_begun else 502)
+            assert "longer than" in answer.text
+            assert len(d.received) + len(other.received) == number
+        assert {worker["state"] for worker in router.workers.describe()} == {"in"}
+        assert await router.metric('kvxfer_router_leg_failures_total{kind="too_long",part="decode"}') == 5
