@@ -222,7 +222,10 @@ class Attempt:
             if not inbound.stream:
                 content = await read(response, core.options.max_answer_bytes, Part.DECODE)
                 if not is_object(content) and not (self._inbound.may_get_array and is_array(content)):
-                    raise LegFailed(failure.malformed(Part.DECODE, "not a JSON object"))
+                    failed = failure.malformed(Part.DECODE, "not a JSON object")
+                    if not inbound.api.generates and b"json" not in kind_of(response):
+                        failed = dataclasses.replace(failed, kind=FailureKind.REFUSED)  # it was asked for, as bytes
+                    raise LegFailed(failed)
                 self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
                 return await self._answer_whole(content)
             if not kind_of(response).startswith(CONTENT_TYPE.encode()):

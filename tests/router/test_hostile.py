@@ -65,3 +65,21 @@ async def test_a_request_for_too_long_an_answer_costs_no_worker_its_place(stream
             assert len(d.received) + len(other.received) == number
         assert {worker["state"] for worker in router.workers.describe()} == {"in"}
         assert await router.metric('kvxfer_router_leg_failures_total{kind="too_long",part="decode"}') == 5
+
+
+class SaysBytes(FakeWorker):
+    async def _json(self, send: Any, status: int, body: Any) -> None:
+        kind = (b"content-type", b"application/octet-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind, (b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"\x00\x01\x02\x03"})
+
+
+async def test_a_request_for_bytes_costs_no_worker_its_place() -> None:
+    """vLLM answers embeddings with bytes where the request says so."""
+    d = SaysBytes("d0", Role.BOTH, dialect="plain")
+    async with router_over(d) as router:
+        for number in range(1, 5):
+            body = {"model": "tiny", "input": "x", "encoding_format": "bytes"}
+            assert (await router.client.post("/v1/embeddings", json=body)).status_code == 502
+            assert len(d.received) == number
+        assert router.workers.describe()[0]["state"] == "in"
