@@ -165,6 +165,9 @@ class KeyedRequest:
                 inbound = dataclasses.replace(inbound, model=models[0])
             if not holder.may_use(inbound.model):
                 raise _not_allowed(f"model: this API key may not use {inbound.model!r}", "model")
+            if models and inbound.model not in models:  # the dispatcher would name those that it may not know of
+                what = f"model: {inbound.model!r} is not served here"
+                raise RequestError(what, param="model", error_code="model_not_found")
             adapter = inbound.scan.scalar(ADAPTER) if inbound.scan.kind(ADAPTER) is Kind.STRING else None
             if inbound.has(ADAPTER) and not (isinstance(adapter, str) and holder.may_use(adapter)):
                 raise _not_allowed(f"{ADAPTER}: this API key may use no adapter but those among its models", ADAPTER)

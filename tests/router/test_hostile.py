@@ -83,3 +83,17 @@ async def test_a_request_for_bytes_costs_no_worker_its_place() -> None:
             assert (await router.client.post("/v1/embeddings", json=body)).status_code == 502
             assert len(d.received) == number
         assert router.workers.describe()[0]["state"] == "in"
+
+
+async def test_a_key_for_some_models_is_told_of_no_other() -> None:
+    keys = ApiKeys()
+    keys.replace([KeyEntry("team", (digest_of(b"sk-1"),), KeyLimits(), frozenset({"mine"}))])
+    async with router_over(FakeWorker("d0", Role.BOTH, model="hidden-one"), keys=keys) as router:
+        for model in ("mine", "hidden-one", "x"):
+            answer = await router.complete(model=model, headers={"authorization": "Bearer sk-1"})
+            assert answer.status_code in (400, 403)
+            assert answer.json()["error"]["code"] == ("model_not_found" if model == "mine" else "model_not_allowed")
+            assert model == "hidden-one" or "hidden-one" not in answer.text
+        for path in ("/v1/models", "/v1/models/mine", "/v1/models/hidden", "/ready", "/ready?model=mine"):
+            answer = await router.client.get(path, headers={"authorization": "Bearer sk-1"})
+            assert "hidden-one" not in answer.text
