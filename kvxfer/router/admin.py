@@ -31,13 +31,14 @@ OTHER_HOST = (
     "the Host header must name this machine as localhost or as a loopback address: admin routes are open without an "
     "admin key (--admin-key-file) to callers on this machine only"
 )
-OTHER_ORIGIN = "no page of another origin may change anything here without an admin key (--admin-key-file)"
+OTHER_ORIGIN = "no page of another origin may ask this without an admin key (--admin-key-file)"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{0,5})?")
 
 
 @dataclasses.dataclass(frozen=True)
 class AdminAccess:
-    """``keys`` open the admin routes. Without keys they are open on a loopback listener, and closed elsewhere."""
+    """``keys`` open the admin routes. Without keys they are open on a loopback listener, and closed elsewhere. There a
+    page of another origin is refused, which could make a browser on this machine send what it likes."""
 
     keys: ApiKeys
     is_loopback: bool
@@ -53,13 +54,15 @@ class AdminAccess:
 
 
 def _check_caller_is_here(request: Request) -> None:
+    """Raise RequestError for what a browser sends for a page that this router did not serve, or under a name that is
+    not this machine's: a page can have its own name resolve to a loopback address."""
     hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
     host = hosts[0].lower() if len(hosts) == 1 else ""
     match = _HOST.fullmatch(host)
     if match is None or not is_loopback(match.group(1)):
         raise RequestError(OTHER_HOST, status=403, error_code="admin_closed")
-    changes = request.method not in ("GET", "HEAD")  # another origin may ask these, and cannot read what it gets
-    if changes and any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
+    is_own = all(origin.lower() in (f"http://{host}", f"https://{host}") for origin in origins)
+    if not is_own or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise RequestError(OTHER_ORIGIN, status=403, error_code="admin_closed")
 
 

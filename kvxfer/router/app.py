@@ -26,7 +26,7 @@ from kvxfer.router.answer import RETRY_AFTER_STATUS
 from kvxfer.router.apis import ROUTES, Api
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
-from kvxfer.router.cors import ALLOW_ORIGIN, VARY, Cors, is_for_pages
+from kvxfer.router.cors import ALLOW_ORIGIN, PREFLIGHT, VARY, Cors, is_for_pages
 from kvxfer.router.front import Door, Front
 from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
@@ -76,8 +76,7 @@ class CorsHeaders:
         given = dict(reversed(scope["headers"]))
         origin = given.get(b"origin")
         if scope["method"] == "OPTIONS":
-            asked = given.get(b"access-control-request-method"), given.get(b"access-control-request-headers")
-            told = self._cors.preflight_headers(origin, *asked)
+            told = self._cors.preflight_headers(*map(given.get, PREFLIGHT))
             if told is not None:
                 await send({"type": "http.response.start", "status": 204, "headers": list(told)})
                 await send({"type": "http.response.body", "body": b""})

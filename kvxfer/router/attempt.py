@@ -35,7 +35,7 @@ from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
-from kvxfer.router.legs import calling, forgo, is_object, kind_of, read
+from kvxfer.router.legs import calling, forgo, is_array, is_object, kind_of, read
 from kvxfer.router.merge import MARKS, Merger
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
@@ -246,8 +246,11 @@ class Attempt:
             self._is_decode_reached = True
             if not inbound.stream:
                 content = await read(response, core.options.max_answer_bytes, Part.DECODE)
-                if not is_object(content):
-                    raise LegFailed(failure.malformed(Part.DECODE, "not a JSON object"))
+                if not is_object(content) and not (self._inbound.may_get_array and is_array(content)):
+                    failed = failure.malformed(Part.DECODE, "not a JSON object")
+                    if not inbound.api.generates and b"json" not in kind_of(response):
+                        failed = dataclasses.replace(failed, kind=FailureKind.REFUSED)  # it was asked for, as bytes
+                    raise LegFailed(failed)
                 self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
                 return await self._answer_whole(content)
             if not kind_of(response).startswith(CONTENT_TYPE.encode()):

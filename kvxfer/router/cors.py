@@ -21,10 +21,13 @@ MAX_AGE = b"600"
 EXPOSED = ", ".join(
     (headers.REQUEST_ID, headers.PREFILL, headers.PREFILL_REASON, headers.ATTEMPT, headers.RETRY_AFTER)
 ).encode()
-NEVER = ("/workers",)
-"""The admin routes: on loopback they may be open without a key, and any page could reach them there."""
+NEVER = ("/workers", "/ui")
+"""The admin routes, and the page's feed: on loopback they may be open without a key, and any page could reach them
+there."""
 WANTED_BYTES_MAX = 4096
 """Of the names of headers that a preflight asks for."""
+PREFLIGHT = (b"origin", b"access-control-request-method", b"access-control-request-headers")
+"""What a preflight says."""
 ALLOW_ORIGIN = b"access-control-allow-origin"
 VARY = b"vary"
 

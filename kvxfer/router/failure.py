@@ -34,7 +34,7 @@ UNAVAILABLE = 503
 
 REFUSED = "refused"
 """The code of a worker's 4xx that has none."""
-
+CODE_CHARS_MAX = 128
 _TOKENS_MAX = 1 << 40
 _STATUS = re.compile(r"[45][0-9]{2}")
 _TOO_LONG = re.compile(
@@ -83,6 +83,8 @@ class FailureKind(enum.StrEnum):
     """The worker's own 4xx: the request is at fault, and no other worker would take it."""
     DOES_NOT_FIT = "does_not_fit"
     """The worker's own 4xx too, and a larger worker may take it: that says something of the worker's size only."""
+    TOO_LONG = "too_long"
+    """The answer passes a bound of the router's: the request asked for so much, and another worker's is no shorter."""
     OVERLOADED = "overloaded"
     """The worker answered that it takes nothing now."""
     ERROR = "error"
@@ -101,7 +103,8 @@ class Failure:
 
     @property
     def code(self) -> str:
-        return str(self.body["error"]["code"])
+        """For logs and spans: without what is beyond CODE_CHARS_MAX of one that an engine wrote."""
+        return str(self.body["error"]["code"])[:CODE_CHARS_MAX]
 
     @property
     def is_retryable(self) -> bool:
@@ -111,7 +114,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether the client is to be told at once: another worker would say the same."""
-        return self.kind is FailureKind.REFUSED
+        return self.kind in (FailureKind.REFUSED, FailureKind.TOO_LONG)
 
     @property
     def is_of_size(self) -> bool:
@@ -197,6 +200,10 @@ def gone(what: str) -> Failure:
 def malformed(what: str, reason: str) -> Failure:
     body = error_body(ProtocolError(f"the {what} worker's answer is malformed: {reason}"))
     return Failure(FailureKind.MALFORMED, BAD_GATEWAY, body)
+
+
+def too_long(what: str, reason: str) -> Failure:
+    return dataclasses.replace(malformed(what, reason), kind=FailureKind.TOO_LONG)
 
 
 def of_handover(error: ProtocolError) -> Failure:

@@ -20,7 +20,7 @@ from kvxfer.router.apis import Api, StreamStyle, api_of
 from kvxfer.router.apis.openai_style import OPENAI
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
-from kvxfer.router.cors import Cors
+from kvxfer.router.cors import PREFLIGHT, Cors
 from kvxfer.router.dispatch import Dispatcher
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.keyed import UNKEYED, KeyedRequest, RateLimitedError
@@ -150,6 +150,13 @@ class Front:
 
     def _passing(self, rule: PassRule) -> ExchangeHandler:
         async def handle(exchange: ClientExchange) -> None:
+            if exchange.method == "OPTIONS" and self._cors is not None:
+                origin, method, wanted = map(exchange.header, PREFLIGHT)
+                told = self._cors.preflight_headers(origin, method, wanted)
+                if told is not None:  # a page cannot put a key into it
+                    exchange.respond(204, told, b"")
+                    return
+
             async def pass_on(
                 keyed: KeyedRequest, body: bytes, answer: ClientAnswer, record: RequestRecord
             ) -> RequestOutcome:

@@ -92,11 +92,11 @@ def check_passed(names: Iterable[str]) -> frozenset[bytes]:
     """
     checked = set()
     for name in names:
-        lower = name.lower().encode("utf-8")
+        lower = name.lower().encode("utf-8", "surrogatepass")
         if _NAME.fullmatch(lower) is None:
-            raise ConfigError(f"{name!r:.80} is no name of a header")
+            raise ConfigError(f"forward_header: {name!r:.80} is no name of a header")
         if lower in _KEPT | _OF_THE_CONNECTION | _ROUTING or lower.startswith(_ROUTING_PREFIXES):
-            raise ConfigError(f"header {name} is not for clients to pass on")
+            raise ConfigError(f"forward_header: {name!r:.80} is not for clients to pass on")
         checked.add(lower)
     return frozenset(checked)
 

@@ -113,6 +113,11 @@ class Inbound:
             return self.many_field
         return None if self.size.prompts is None else self.prompt_field
 
+    @property
+    def may_get_array(self) -> bool:
+        """Whether an answer may be a JSON array: SGLang's to several sequences, and those of its rerank routes."""
+        return not self.api.generates or (self.api.is_sampled_by_object and not self.is_one_sequence)
+
     def needs(self) -> tuple[Need, Need]:
         """What the request takes at least, and what it will take by the router's estimate."""
         tokens, is_exact = self.prompt_tokens()

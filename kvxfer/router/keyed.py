@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable
 
 from kvxfer.openai.errors import RequestError
+from kvxfer.openai.scanner import Kind
 from kvxfer.policy.disagg import estimate_tokens
 from kvxfer.policy.keylimits import KeyLimits, KeyMeter, KeyPass, KeyRefusal, LimitKind, SharedMeter
+from kvxfer.router.apis.api import ADAPTER
 from kvxfer.router.inbound import Inbound, number_in
 from kvxfer.router.keyfile import UNNAMED, KeyEntry
 from kvxfer.router.record import RequestRecord
@@ -21,6 +23,9 @@ from kvxfer.router.usage import UsageSeen
 RATE_LIMITED = 429
 FORBIDDEN = 403
 RETRY_AFTER_MAX_S = 3600
+BEAM_SEARCH = "use_beam_search"
+EXPECTED_MAX = 1 << 40
+"""Of one request's tokens. Much larger numbers would take the smaller ones of a bucket with them."""
 EVENT_BYTES = 200
 """Of a streamed answer, about, for each token: an event with its frame."""
 
@@ -47,7 +52,7 @@ class RateLimitedError(RequestError):
 
 def expected_tokens(inbound: Inbound) -> tuple[int, int | None]:
     """About how many tokens the prompts of a request have, and the bound of all its answers; None where the client
-    gives none."""
+    gives none, or asks for a number of answers that is not read here (engines take ``"3"``, too)."""
     if not inbound.api.generates:
         return estimate_tokens(len(inbound.body)), 0
     prompt, _ = inbound.prompt_tokens()
@@ -56,9 +61,17 @@ def expected_tokens(inbound: Inbound) -> tuple[int, int | None]:
     each = 1
     for name in inbound.api.many_fields:
         value = number_in(inbound.scan, name)
-        if isinstance(value, int) and value > each:
-            each = value
-    return prompt, inbound.token_limit[1] * each * (inbound.size.prompts or 1)
+        if value is not None and value == value // 1:
+            each = max(each, int(value))
+        elif inbound.has(name) and name != BEAM_SEARCH:  # that one says only how
+            return prompt, None
+    if inbound.api.is_sampled_by_object and inbound.many_field is not None:
+        return prompt, None
+    return prompt, min(EXPECTED_MAX, inbound.token_limit[1] * each * (inbound.size.prompts or 1))
+
+
+def _not_allowed(why: str, param: str | None) -> RequestError:
+    return RequestError(why, param=param, status=FORBIDDEN, error_code="model_not_allowed")
 
 
 class KeyHolder:
@@ -155,12 +168,13 @@ class KeyedRequest:
             if not inbound.model and len(models) == 1:
                 inbound = dataclasses.replace(inbound, model=models[0])
             if not holder.may_use(inbound.model):
-                raise RequestError(
-                    f"model: this API key may not use {inbound.model!r}",
-                    param="model",
-                    status=FORBIDDEN,
-                    error_code="model_not_allowed",
-                )
+                raise _not_allowed(f"model: this API key may not use {inbound.model!r}", "model")
+            if models and inbound.model not in models:  # the dispatcher would name those that it may not know of
+                what = f"model: {inbound.model!r} is not served here"
+                raise RequestError(what, param="model", error_code="model_not_found")
+            adapter = inbound.scan.scalar(ADAPTER) if inbound.scan.kind(ADAPTER) is Kind.STRING else None
+            if inbound.has(ADAPTER) and not (isinstance(adapter, str) and holder.may_use(adapter)):
+                raise _not_allowed(f"{ADAPTER}: this API key may use no adapter but those among its models", ADAPTER)
         self._prompt, self._bound = expected_tokens(inbound)
         refusal = taken.reserve(self._prompt + (self._bound or 0), self._now())
         if refusal is not None:
@@ -174,11 +188,7 @@ class KeyedRequest:
         if holder is None or taken is None or self._now is None:
             return
         if holder.models is not None and not holder.may_use(model):
-            raise RequestError(
-                "this API key is for some models only, and this path passes through to any",
-                status=FORBIDDEN,
-                error_code="model_not_allowed",
-            )
+            raise _not_allowed("this API key is for some models only, and this path passes through to any", None)
         self._unread = estimate_tokens(body_bytes)
         refusal = taken.reserve(self._unread, self._now())
         if refusal is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
+import os
 import pathlib
 import re
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 from kvxfer.errors import ConfigError
 from kvxfer.observe import hide
 from kvxfer.policy.keylimits import KeyLimits
+
+log = logging.getLogger("kvxfer.router")
 
 FILE_BYTES_MAX = 4 << 20
 KEYS_MAX = 1024
@@ -30,6 +34,7 @@ DEFAULT_KEYS = (*LIMITS, "models")
 HOLDER_KEYS = ("name", "key", "sha256", *DEFAULT_KEYS)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_IN_NO_KEY = re.compile(r"\s|^[\[{]|:$")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -62,8 +67,9 @@ def read_key_file(path: str) -> tuple[KeyEntry, ...]:
     """The holders that a file names. Raises ConfigError for a file without keys, or one that is wrong."""
     try:
         with pathlib.Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
             content = file.read(FILE_BYTES_MAX + 1)
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"cannot read API keys from {path}: {reason}") from None
@@ -76,6 +82,10 @@ def read_key_file(path: str) -> tuple[KeyEntry, ...]:
         raise ConfigError(f"{path} holds no API key")
     if sum(len(entry.digests) for entry in entries) > KEYS_MAX:
         raise ConfigError(f"{path} holds more than {KEYS_MAX} keys")
+    if status.st_mode & 0o007:  # it is no error: a mounted secret is so by default
+        log.warning(
+            "a file of keys may be read by others", extra={"path": path, "mode": f"{status.st_mode & 0o777:04o}"}
+        )
     return entries
 
 
@@ -87,6 +97,8 @@ def _is_structured(lines: list[str]) -> bool:
 def _plain(path: str, lines: list[str]) -> list[str]:
     if max(map(len, lines), default=0) > KEY_CHARS_MAX:
         raise ConfigError(f"{path} holds a key of more than {KEY_CHARS_MAX} characters")
+    if any(_IN_NO_KEY.search(line) for line in lines):  # as lines of YAML they would be keys that can be guessed
+        raise ConfigError(f"{path}: a key has no blank within; a file of YAML or JSON begins with keys: or defaults:")
     return lines
 
 
@@ -119,9 +131,13 @@ def _loaded(path: str, text: str) -> Any:
             raise ConfigError(f"{path}: no JSON{line}") from None
     import yaml  # only where a file of that form is read
 
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # in C: the event loop waits
+        def flatten_mapping(self, node: Any) -> None:
+            """Without merges (``<<``), by which a short text becomes a mapping of any size."""
+
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return yaml.load(text, Loader)
+    except Exception as error:  # also IndexError, KeyError, AttributeError: of values that do not fit their tags
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" in line {mark.line + 1}"
         raise ConfigError(f"{path}: no YAML{line}") from None
@@ -182,6 +198,8 @@ def _texts(path: str, what: str, value: Any) -> list[str]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if len(listed) > MODELS_MAX or not all(isinstance(one, str) for one in listed):
         raise ConfigError(f"{path}: {what} must be text, or a list of texts")
+    if any("\ud800" <= letter <= "\udfff" for one in listed for letter in one):
+        raise ConfigError(f"{path}: {what} has half a character")
     return listed
 
 

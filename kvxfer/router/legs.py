@@ -13,7 +13,8 @@ import random
 from collections.abc import AsyncIterator
 
 from kvxfer.errors import KvxferError, NoWorkerError
-from kvxfer.openai.scanner import Fields
+from kvxfer.openai.scanner import Fields, Kind
+from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.router import failure
 from kvxfer.router.core import RouterCore
@@ -38,6 +39,8 @@ FORGO_S = 20.0
 """How long a decode worker is given to take a request that only gives P's blocks back."""
 FORGO_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
 _NO_FIELDS = Fields([])
+_BLANKS = b" \t\r\n"
+_ONE_FIELD = Fields(["a"])
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +60,8 @@ async def read(response: UpstreamResponse, bytes_max: int, what: str) -> bytes:
     try:
         return await response.read(bytes_max)
     except UpstreamTooLargeError:
-        raise LegFailed(failure.malformed(what, f"longer than {bytes_max} bytes")) from None
+        failed = failure.too_long if what == Part.DECODE else failure.malformed  # P's is short whatever is asked for
+        raise LegFailed(failed(what, f"longer than {bytes_max} bytes")) from None
     except UpstreamError as error:
         raise LegFailed(failure.from_upstream(what, error)) from None
 
@@ -77,6 +81,16 @@ def is_object(content: bytes) -> bool:
     except KvxferError:
         return False
     return True
+
+
+def is_array(content: bytes) -> bool:
+    """Whether ``content`` is a JSON array."""
+    try:
+        scan = _ONE_FIELD.scan(b'{"a":%b}' % content)
+    except KvxferError:
+        return False
+    span = scan.span("a")
+    return scan.kind("a") is Kind.ARRAY and span is not None and span[1] - span[0] == len(content.strip(_BLANKS))
 
 
 def forgo(core: RouterCore, worker: Worker, leg: Leg) -> None:

@@ -9,6 +9,7 @@ from kvxfer.config import check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.cors import Cors
+from kvxfer.router.headers import check_passed
 from kvxfer.router.pass_rules import read_rules
 from kvxfer.serving.limits import ServingLimits
 
@@ -143,6 +144,7 @@ class RouterOptions(ServingLimits):
         if not 0 <= self.otlp_share <= 1:
             raise ConfigError(f"otlp_share must be 0 to 1, not {self.otlp_share}")
         HostList("allow_http_host", self.allow_http_host)
+        check_passed(self.forward_header)
         read_rules(self.pass_through)
         Cors(self.cors_origin, allows_credentials=self.cors_credentials)
         for name, needed in (

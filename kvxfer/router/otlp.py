@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import ssl
 import threading
@@ -43,6 +44,7 @@ RETRY_S = 0.5
 DEFAULT_TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 64 << 10
 SERVICE = "kvxfer-router"
+_URL = re.compile(r"[!-~]+")
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 
 
@@ -58,13 +60,15 @@ class OtlpSettings:
     ca_file: str = ""
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.url)
         try:
-            is_good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+            url = urlsplit(self.url)
+            is_good = _URL.fullmatch(self.url) is not None and "@" not in url.netloc
+            is_good = is_good and url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
         except ValueError:
             is_good = False
-        if not is_good or "@" in url.netloc:
-            raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+        if not is_good:
+            shown = repr(self.url) if "@" not in self.url else "one with a user or an @"  # it may hold a password
+            raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not {shown}")
 
 
 def settings(options: RouterOptions, environ: Mapping[str, str] = os.environ) -> OtlpSettings | None:
@@ -216,7 +220,8 @@ class OtlpExporter:
                 status = self._post(content)
             except (OSError, ValueError, http.client.HTTPException) as error:
                 self._close()
-                trouble = str(error) or type(error).__name__
+                is_told = str(error) and not isinstance(error, ValueError)  # that quotes the header that it refuses
+                trouble = str(error) if is_told else type(error).__name__
                 continue
             if 200 <= status < 300:
                 if not self._is_well:

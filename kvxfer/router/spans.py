@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvxfer.router.dialects import LegWorker
 from kvxfer.router.metrics import RequestOutcome
-from kvxfer.router.tracing import AttemptTrace, EndedRequest, RequestTrace
+from kvxfer.router.tracing import TEXT_CHARS_MAX, AttemptTrace, EndedRequest, RequestTrace
 
 Object = dict[str, Any]
 
@@ -24,7 +24,6 @@ INTERNAL, SERVER, CLIENT = 1, 2, 3
 ERROR = 2
 HAS_IS_REMOTE, IS_REMOTE = 0x100, 0x200
 """Bits of a span's flags: whether its parent is in another process."""
-TEXT_CHARS_MAX = 256
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -90,7 +89,7 @@ class _Spans:
         if parent_id:
             span["parentSpanId"] = parent_id
         if error:
-            span["status"] = {"code": ERROR, "message": error}
+            span["status"] = {"code": ERROR, "message": error[:TEXT_CHARS_MAX]}
         return span
 
     def child(self, name: str, began_s: float, ended_s: float, attributes: Mapping[str, Any], parent_id: str) -> Object:
@@ -267,7 +266,7 @@ def _where(worker: LegWorker) -> Object:
 
 def _seconds(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and 0 <= value < 1e6 else None
+    return float(value) if is_number and 0 <= value < 1e6 else None  # neither NaN nor 1e400 is
 
 
 def _count(value: Any) -> int | None:

@@ -112,7 +112,7 @@ class StreamRelay:
         try:
             events = self._decoder.feed(chunk)
         except ProtocolError as error:
-            raise LegFailed(failure.malformed(WHAT, str(error))) from None
+            raise LegFailed(failure.too_long(WHAT, str(error))) from None
         if self._has_begun:
             self._pass_on(events)
         elif events:

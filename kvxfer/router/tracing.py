@@ -20,6 +20,11 @@ from kvxfer.router.failure import Failure
 
 SAMPLED = 1
 """The bit of the trace flags that says that a trace is recorded."""
+TEXT_CHARS_MAX = 256
+_TOLD = (
+    *("prefill", "failure", "code", "lane", "bytes_moved", "bytes", "wire_seconds", "plan", "wire", "confirm"),
+    *("queue_s", "prefill_s", "prompt_tokens", "completion_tokens"),
+)
 _NEW_FLAGS = {True: "01", False: "00"}
 
 
@@ -61,8 +66,8 @@ class AttemptTrace:
         self.prefill_failure = ""
         self.decode_failure = ""
         self.prefilled: Prefilled | None = None
-        self.account: Mapping[str, Any] = {}
-        """D's own account of the transfer, as it came."""
+        self.account: dict[str, Any] = {}
+        """Of D's own account of the transfer, what spans tell."""
         self.usage: Mapping[str, Any] = {}
 
     def failed(self, part: Part, failure: Failure, now_s: float) -> None:
@@ -78,7 +83,17 @@ class AttemptTrace:
         """Both legs are over."""
         if self.decode_ended_s is None:
             self.decode_ended_s = now_s
-        self.prefilled, self.account, self.usage = prefilled, account, usage
+        self.prefilled = prefilled and Prefilled(prefilled.cached_tokens, _told(prefilled.timings))
+        self.account, self.usage = _told(account), _told(usage)
+        if isinstance(account.get("seconds"), dict):
+            self.account["seconds"] = _told(account["seconds"])
+
+
+def _told(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What spans tell of an account, of timings or a usage: an engine wrote it, it may have any size, and it waits
+    here."""
+    told = {name: said[name] for name in _TOLD if isinstance(said.get(name), (int, float))}
+    return told | {name: said[name][:TEXT_CHARS_MAX] for name in _TOLD if isinstance(said.get(name), str)}
 
 
 class RequestTrace:

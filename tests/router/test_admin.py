@@ -58,15 +58,19 @@ EVERY = [*ROUTES, ("GET", "/ui/state")]
         ({"host": "localhost:80", "origin": "http://localhost:81"}, False),
         ({"host": "localhost:80", "origin": "null"}, False),
         ({"host": "evil.example", "origin": "http://evil.example"}, False),
+        ({"host": "evil.example", "sec-fetch-site": "same-origin"}, False),
+        ({"host": "localhost:80", "sec-fetch-site": "cross-site"}, False),
+        ({"host": "localhost:80", "sec-fetch-site": "same-site"}, False),
+        ({"host": "localhost:80", "sec-fetch-site": "same-origin"}, True),
+        ({"host": "localhost:80", "sec-fetch-site": "none"}, True),
     ],
 )
 async def test_without_a_key_a_page_of_another_name_is_kept_out(headers: dict[str, str], is_let_in: bool) -> None:
     async with router_over(FakeWorker("d0")) as router:
         for method, path in EVERY:
             answer = await router.client.request(method, path, headers=headers, json={})
-            is_open = is_let_in or (method == "GET" and headers["host"] == "localhost:80")
-            assert (answer.status_code != 403) is is_open, (method, path, answer.text)
-            if not is_open:
+            assert (answer.status_code != 403) is is_let_in, (method, path, answer.text)
+            if not is_let_in:
                 assert answer.json()["error"]["code"] == "admin_closed"
                 assert "--admin-key-file" in answer.json()["error"]["message"]
         assert len((await router.client.get("/workers")).json()["data"]) == (0 if is_let_in else 1)

@@ -110,7 +110,7 @@ def test_a_preflight_echoes_nothing_that_is_no_list_of_names(origin: bytes, meth
 
 
 def test_admin_routes_answer_no_other_origin() -> None:
-    for path in ("/workers", "/workers/a", "/workers/a/drain"):
+    for path in ("/workers", "/workers/a", "/workers/a/drain", "/ui", "/ui/state"):
         assert not is_for_pages(path)
     for path in ("/v1/workers", "/workersx", "/v1/completions", "/metrics"):
         assert is_for_pages(path)
@@ -167,10 +167,11 @@ async def test_other_origins_are_told_nothing() -> None:
         assert told(answer) == {}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/health"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/v1/audio/x"])
 async def test_preflights_are_answered_without_a_key(path: str) -> None:
     p, d = pair()
-    async with router_over(p, d, keys=ApiKeys(("a-secret-key",)), cors_origin=(PAGE,), cors_credentials=True) as router:
+    options = {"cors_origin": (PAGE,), "cors_credentials": True, "pass_through": ("/v1/audio/=decode",)}
+    async with router_over(p, d, keys=ApiKeys(("a-secret-key",)), **options) as router:
         wanted = "authorization, content-type, x-stainless-os"
         answer = await preflight(router, path, **{f"{CORS}request-headers": wanted})
         assert answer.status_code == 204
@@ -199,10 +200,11 @@ async def test_any_origin() -> None:
 async def test_admin_routes_tell_no_page_even_where_any_origin_is_allowed() -> None:
     p, d = pair()
     async with router_over(p, d, cors_origin=("*",)) as router:
-        listed = await router.client.get("/workers", headers={"origin": PAGE})
-        assert listed.status_code == 200
-        assert told(listed) == {}
-        for path in ("/workers", "/workers/d0/drain"):
+        for path, status in (("/workers", 403), ("/ui/state", 403), ("/ui", 200)):
+            listed = await router.client.get(path, headers={"origin": PAGE})
+            assert listed.status_code == status
+            assert told(listed) == {}
+        for path in ("/workers", "/workers/d0/drain", "/ui/state"):
             answer = await preflight(router, path)
             assert answer.status_code == 405
             assert told(answer) == {}

@@ -119,3 +119,30 @@ async def test_a_stream_of_a_route_that_generates_nothing_is_not_looked_for() ->
     async with router_over(d) as router:
         answer = await router.client.post("/v1/embeddings", json={"model": "tiny", "input": "x", "stream": True})
         assert answer.status_code == 200
+
+
+ARRAY = b'[{"text":"a","meta_info":{"prompt_tokens":2}}, {"text":"b"}]\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said", "status"),
+    [
+        ("/generate", {"text": ["x", "y"]}, ARRAY, 200),
+        ("/generate", {"text": "x", "sampling_params": {"n": 2}}, ARRAY, 200),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}, b"[]", 200),
+        ("/generate", {"text": "x"}, ARRAY, 502),
+        ("/generate", {"text": ["x", "y"]}, b'[1],"a":[2]', 502),
+        ("/generate", {"text": ["x", "y"]}, b"[1}]", 502),
+        ("/v1/completions", {"model": MODEL, "prompt": ["x", "y"]}, ARRAY, 502),
+    ],
+)
+async def test_several_answers_may_be_an_array(path: str, body: dict[str, Any], said: bytes, status: int) -> None:
+    """As SGLang answers. It counted as a failure of the worker, so that a client could have every worker ejected."""
+    d = FakeWorker("d0", Role.BOTH, dialect="plain")
+    d.failures = [(200, said)]
+    async with router_over(d, attempts_max=1) as router:
+        answer = await router.client.post(path, json=body)
+        assert answer.status_code == status
+        assert status != 200 or answer.content == said
+        failed = await router.metric('kvxfer_router_leg_failures_total{kind="malformed",part="decode"}')
+        assert failed == (status != 200)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError
 from kvxfer.router.headers import check_passed, leg_header_pairs
+from kvxfer.router.options import RouterOptions
 from kvxfer.router.upstream.head import encode_head
 
 TRACE = b"00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-00"
@@ -54,10 +55,14 @@ def test_named_headers_go_on_once_and_within_a_bound() -> None:
     assert [pair for pair in made if pair[0].startswith((b"x-t", b"x-l", b"x-o"))] == [(b"x-tenant", b"a")]
 
 
-@pytest.mark.parametrize("name", [*ROUTING, "host", "content-length", "cookie", "authorization", "a b", "", "\u00e4"])
+@pytest.mark.parametrize(
+    "name", [*ROUTING, "host", "content-length", "cookie", "authorization", "a b", "", "\u00e4", "\udcff"]
+)
 def test_a_header_that_routes_or_frames_may_not_be_named(name: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="forward_header: "):
         check_passed([name])
+    with pytest.raises(ConfigError, match="forward_header: "):  # also for --check-config
+        RouterOptions(forward_header=(name,))
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"traceparent", b"tracestate", b"authorization", b"x-a"]), st.binary())))

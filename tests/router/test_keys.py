@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits
+from kvxfer.router.apis import api_of
 from kvxfer.router.auth import ApiKeys
-from kvxfer.router.keyed import RateLimitedError
+from kvxfer.router.inbound import Inbound
+from kvxfer.router.keyed import EXPECTED_MAX, RateLimitedError, expected_tokens
 from kvxfer.router.keyfile import UNNAMED, KeyEntry, digest_of, read_key_file
 from kvxfer.router.server import followed_keys
 from kvxfer.router.usage import UsageSeen
@@ -141,6 +143,13 @@ def entry(**more: Any) -> str:
         (json.dumps({"keys": [{"name": "a", "key": SECRET}, {"name": "b", "key": SECRET}]}), "a key that another"),
         (json.dumps({"keys": [{"name": "a", "key": [f"key-{n}" for n in range(1025)]}]}), "text, or a list"),
         (json.dumps({"defaults": {"name": "a"}, "keys": []}), "defaults has an unknown member"),
+        (entry(key="\ud800"), "half a character"),
+        *((f"keys:\n- name: a\n  key: !!{tag}", "no YAML") for tag in ("int ''", "float ''", "bool x", "timestamp x")),
+        *(
+            (f"{head}\n- name: a", "no blank within")
+            for head in ("", "[]", '"keys":', "keys :", "--- # x", "%YAML 1.2")
+        ),
+        ("keys:\n- &a {name: a}\n- {<<: *a, key: b}", "no YAML in line 3"),
     ],
 )
 def test_a_wrong_file_is_told_without_a_key(tmp_path: pathlib.Path, text: str, reason: str) -> None:
@@ -180,9 +189,9 @@ async def test_a_changed_file_is_read_again(tmp_path: pathlib.Path, monkeypatch:
     monkeypatch.setattr("kvxfer.router.server.KEYS_POLL_S", 0.02)
     path = tmp_path / "keys"
     path.write_text(SECRET)
-    keys = ApiKeys()
+    path.chmod(0o600)
     with logged(logging.INFO) as records:
-        async with followed_keys(keys, str(path), "API keys"):
+        async with followed_keys(keys := ApiKeys(), str(path), "API keys"):
             assert keys.check(f"Bearer {SECRET}") is not None
             path.write_text(entry(key=OTHER, max_inflight=1))
 
@@ -234,12 +243,14 @@ def test_a_holder_goes_on_with_what_it_used_under_a_new_key() -> None:
         (b'{"usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}}', (4, 3)),
         (b'{"usage": {"prompt_tokens": 4, "total_tokens": 4}}', (4, None)),
         (b'{"type": "response.completed", "response": {"usage": {"input_tokens": 5, "output_tokens": 6}}}', (5, 6)),
-        (b'{"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}', (5, 1)),
+        (b'{"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}', (5, None)),
         (b'{"type": "message_delta", "usage": {"output_tokens": 9}}', (None, 9)),
         (b'{"text": "x", "meta_info": {"prompt_tokens": 2, "completion_tokens": 1}}', (2, 1)),
         (b'{"usage": {"prompt_tokens": true, "completion_tokens": -1}}', (None, None)),
         (b'{"usage": [{"prompt_tokens": 1}]}', (None, None)),
         (b'["prompt_tokens"]', (None, None)),
+        (b'{"usage": {"prompt_tokens": 1%b, "completion_tokens": 3}}' % (b"0" * 400), (None, 3)),
+        (b'[{"meta_info": {"prompt_tokens": 2, "completion_tokens": 1}}, {"meta_info": {"prompt_tokens": 3}}]', (5, 1)),
         (b'{"prompt_tokens"', (None, None)),
         (b"[DONE]", (None, None)),
     ],
@@ -249,6 +260,34 @@ def test_usage_is_found_where_an_api_puts_it(content: bytes, found: tuple[int | 
     seen.note(content)
     seen.note(content)
     assert (seen.prompt, seen.answer) == found
+
+
+def test_each_sequence_of_a_stream_of_several_counts() -> None:
+    seen = UsageSeen()
+    for index, tokens in ((0, 1), (1, 1), (0, 2), (1, 5), (None, 1)):
+        seen.note(json.dumps({"index": index, "meta_info": {"prompt_tokens": 4, "completion_tokens": tokens}}).encode())
+    assert (seen.prompt, seen.answer) == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "bound"),
+    [
+        ("/v1/completions", {"n": 3}, 30),
+        ("/v1/completions", {"n": 3.0, "best_of": 2}, 30),
+        ("/v1/completions", {"n": "3"}, None),
+        ("/v1/completions", {"n": 2, "use_beam_search": True}, 20),
+        ("/v1/completions", {"n": 10**19, "max_tokens": 2**31 - 1}, EXPECTED_MAX),
+        ("/v1/chat/completions", {"n": 1e400}, None),
+        ("/generate", {"sampling_params": {"max_new_tokens": 10}}, 10),
+        ("/generate", {"sampling_params": {"max_new_tokens": 10, "n": 3}}, None),
+    ],
+)
+def test_several_answers_cost_more_than_one(path: str, more: dict[str, Any], bound: int | None) -> None:
+    api = api_of(path)
+    assert api is not None
+    prompt = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "text": "hello"}
+    text = json.dumps({"model": "m", "max_tokens": 10, **prompt, **more}).replace("Infinity", "1e400")
+    assert expected_tokens(Inbound.read(api, text.encode()))[1] == bound
 
 
 # At a running router.
@@ -350,13 +389,24 @@ async def test_a_request_is_released_however_it_ends(end: str) -> None:
                 answer = await router.client.post(
                     "/v1/completions", json={"model": "x", "prompt": "x"}, headers=bearer()
                 )
-                assert answer.status_code == 400
+                assert answer.status_code == 404
             else:
                 d.cut_after = 2
                 assert '"peer_gone"' in (await router.complete(stream=True, headers=bearer())).text
                 d.cut_after = None
             await router.wait_metric('kvxfer_router_key_inflight{key="team"}', 0)
         assert keys.check(f"Bearer {SECRET}").inflight == 0  # type: ignore[union-attr]
+
+
+async def test_a_count_that_no_answer_has_leaks_nothing() -> None:
+    p, d = pair()
+    d.prompt_tokens = 10**400
+    keys = keys_of(holder(max_inflight=1, tokens_per_minute=1000))
+    async with router_over(p, d, keys=keys) as router:
+        for _ in range(2):
+            assert (await router.complete(max_tokens=20, headers=bearer())).status_code == 200
+        await router.wait_metric('kvxfer_router_key_inflight{key="team"}', 0)
+        await router.wait_metric('kvxfer_router_key_tokens_total{key="team"}', 12)  # 3 by estimate, and 3 of the answer
 
 
 async def test_tokens_are_the_answers_own_where_it_says_them() -> None:

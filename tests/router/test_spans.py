@@ -119,6 +119,20 @@ def test_steps_of_an_attempt_lie_where_they_were() -> None:
     assert attributes(spans["prefill"])["kvxfer.prefill.cached_tokens"] == 3
 
 
+def test_what_an_engine_wrote_makes_no_span_fail_and_nothing_grow() -> None:
+    record = begun()
+    attempt = with_attempt(record)
+    attempt.prefill_sent_s = attempt.decode_sent_s = ARRIVED_S
+    attempt.prefill_ended_s, record.first_byte_s = ARRIVED_S + 0.5, ARRIVED_S + 0.6
+    record.code = failure.from_answer("decode", 500, b'{"error":{"message":"x","code":"%b"}}' % (b"c" * 9999)).code
+    many = {str(number): "x" * 1000 for number in range(1000)}
+    big = 10**400
+    account = {"seconds": {"plan": big, "wire": [many], **many}, "bytes": big, "lane": "l" * 9999, "code": {}, **many}
+    attempt.end(ARRIVED_S + 1, Prefilled(big, {"queue_s": big, "prefill_s": float("inf"), **many}), account, {**many})
+    assert len(repr((attempt.account, attempt.usage, attempt.prefilled, record.code))) < 3000
+    assert {"route", "prefill", "decode", "transfer"} == set(made(record, "failed", 500))
+
+
 def test_a_transfer_that_no_account_tells_of_is_bounded_by_what_is_known() -> None:
     record = begun()
     attempt = with_attempt(record)

@@ -143,6 +143,16 @@ def test_what_is_sent_again(statuses: list[int], result: str) -> None:
         assert not collector.statuses
 
 
+def test_a_header_that_cannot_be_sent_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with collecting() as collector:
+        where = OtlpSettings(collector.url, headers={"authorization": "Bearer sk-1\n"})
+        sender = OtlpExporter(where, Counts(), interval_s=0.01, retry_s=0.001)
+        sender.offer(ended())
+        sender.close()
+    assert "spans cannot be exported" in caplog.text
+    assert "sk-1" not in str([vars(record) for record in caplog.records])
+
+
 def test_what_waits_is_sent_at_the_end() -> None:
     counts = Counts()
     with collecting() as collector:
@@ -195,10 +205,13 @@ def test_where_spans_go(flag: str, environ: dict[str, str], url: str | None) -> 
     assert (None if found is None else found.url) == url
 
 
-@pytest.mark.parametrize("endpoint", ["a:1", "ftp://a", "http://", "http://a:x", "http://u:p@a:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["a:1", "ftp://a", "http://", "http://a:x", "http://u:p@a:1", "http://[::1", "http://a b"]
+)
 def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="otlp_endpoint"):
+    with pytest.raises(ConfigError, match="otlp_endpoint") as caught:
         settings(RouterOptions(otlp_endpoint=endpoint), {})
+    assert "u:p" not in str(caught.value)  # it may be a password
 
 
 def test_wrong_settings_are_refused_and_a_wrong_variable_is_not() -> None:

@@ -22,8 +22,10 @@ DIALECTS_LOOK_AT = (
     *("return_logprob", "logprob_start_len", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
     *("session_params", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
+ADAPTER = "lora_path"
+"""SGLang's: names an adapter, beside the model."""
 
-FIELDS = scanner.Fields(["model", "stream", *PROMPTS, *LIMITS, *MANY, *BESIDE, *DIALECTS_LOOK_AT])
+FIELDS = scanner.Fields(["model", "stream", *PROMPTS, *LIMITS, *MANY, *BESIDE, *DIALECTS_LOOK_AT, ADAPTER])
 """One table for all routes: what the router and the dialects look at in a client's body."""
 NESTED = scanner.Fields(["n", "max_new_tokens", "beam_width"])
 """What they look at in ``sampling_params`` of SGLang's ``/generate``."""
