@@ -62,7 +62,7 @@ def ask(host: str, port: int, data: bytes, *, timeout_s: float = 30.0) -> PlainA
 
 def request(method: str, target: bytes, body: bytes = b"", *headers: bytes) -> bytes:
     """The bytes of a request, after whose answer the connection closes."""
-    lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: router", b"connection: close", *headers]
+    lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: localhost", b"connection: close", *headers]
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", b""]) + body
 
 
