@@ -158,7 +158,7 @@ async def test_the_state_has_what_the_page_shows() -> None:
 async def test_the_state_names_no_prompt_and_no_client() -> None:
     async with router_over(*pair()) as router:
         assert (await router.complete(prompt=PROMPT, user="client-seven", stream=True)).status_code == 200
-        assert (await router.complete(prompt=PROMPT, model="another")).status_code == 400
+        assert (await router.complete(prompt=PROMPT, model="another")).status_code == 404
         await state_when(router, decided(2))
         text = (await router.client.get("/ui/state")).text
         assert PROMPT not in text
