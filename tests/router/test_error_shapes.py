@@ -32,4 +32,5 @@ async def test_an_error_is_told_in_the_shape_of_the_clients_api() -> None:
         assert answer.status_code == 500
         assert (answer.json()["type"], answer.json()["error"]["message"]) == ("error", "scripted internal")
         wrong = await router.client.post("/v1/messages", json={**message, "model": "other"})
-        assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+        assert (wrong.status_code, wrong.json()["type"]) == (404, "error")
+        assert wrong.json()["error"]["type"] == "not_found_error"

@@ -136,7 +136,7 @@ async def test_a_wrong_request_is_told_which_field(body: bytes, param: str | Non
     p, d = pair()
     async with router_over(p, d) as router:
         answer = await router.client.post("/v1/completions", content=body)
-        assert answer.status_code == (404 if word == "other" else 400)
+        assert answer.status_code == (404 if param == "model" else 400)
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code", "retryable"}
         assert (error["type"], error["param"], error["retryable"]) == ("invalid_request_error", param, False)

@@ -78,6 +78,8 @@ class MessagesStyle:
             kind = "overloaded_error"
         elif error["code"] == "rate_limit_exceeded":
             kind = "rate_limit_error"
+        elif error["code"] == "model_not_found":
+            kind = "not_found_error"
         return {"type": "error", "error": {**error, "type": kind}}
 
 

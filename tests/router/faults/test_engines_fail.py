@@ -74,6 +74,7 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
 
 
 async def test_a_decode_worker_that_fails_first_is_replaced_and_the_prompt_is_computed_once() -> None:
+    count = 14  # equal workers are drawn: one that fails once is not drawn at all in 1 of 2**14 runs
     async with site(1, 2) as there:
         for fault in ({"fault": "status", "status": 500}, {"fault": "status", "status": 503}):
             before = there.sum_of("prompt_tokens_computed", there.prefillers)
@@ -81,15 +82,15 @@ async def test_a_decode_worker_that_fails_first_is_replaced_and_the_prompt_is_co
             for mock in there.decoders:
                 mock.engines[0].fault(count=1, leg="decode", **fault)
             there.decoders[1].engines[0].request("DELETE", "/mock/faults")
-            answers = [await there.complete(prompt="x" * 300 + str(number)) for number in range(4)]
+            answers = [await there.complete(prompt="x" * 300 + str(number)) for number in range(count)]
             for answer in answers:
                 check(answer)
             assert {answer.headers["x-kvxfer-prefill-reason"] for answer in answers} == {"remote"}
             assert "2" in {answer.headers["x-kvxfer-attempt"] for answer in answers}
             computed = there.sum_of("prompt_tokens_computed", there.prefillers) - before
             once = -(-301 // 3)
-            assert once * 4 <= computed <= (once + 1) * 4
-            assert there.sum_of("prompt_tokens_computed", there.decoders) - alone <= 2 * 4  # the last token each
+            assert once * count <= computed <= (once + 1) * count
+            assert there.sum_of("prompt_tokens_computed", there.decoders) - alone <= 2 * count  # the last token each
             for mock in there.decoders:
                 mock.engines[0].request("DELETE", "/mock/faults")
 

@@ -173,7 +173,7 @@ async def test_every_text_can_be_read(tmp_path: pathlib.Path, scheme: str) -> No
     async with page(tmp_path, p, d, idle, scheme=scheme) as (router, _, tab):
         router.workers.drain("d1", True)
         assert (await router.complete(stream=True)).status_code == 200
-        assert (await router.complete(model="unknown")).status_code == 400
+        assert (await router.complete(model="unknown")).status_code == 404
         await tab.until("document.querySelector('#decisions tbody').rows.length === 2")
         ground = await tab.value("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(246, 247, 249)") is (scheme == "light")
