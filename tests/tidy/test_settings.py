@@ -13,11 +13,12 @@ from kvxfer.router.options import RouterOptions
 pytestmark = pytest.mark.checkout
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("router.md", "discovery.md")
+PAGES = ("router.md", "operating.md", "discovery.md")
 OTHERS = {
     *("--help", "--config", "--check-config", "--log-style", "--log-level"),
     *("--undo", "--router"),
-    *("--enable-metrics", "--otlp-traces-endpoint", "--enable-trace"),
+    *("--enable-metrics", "--otlp-traces-endpoint", "--enable-trace", "--kv-transfer-config", "--model-path"),
+    *("--disaggregation-mode", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port"),
 }
 """Of every service; of ``kvxfer drain``; of engines."""
 
