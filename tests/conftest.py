@@ -33,6 +33,9 @@ PLACES = {
     "tests/e2e/": "deep",
     "tests/e2e/test_equality.py::test_chunked_prefill_equals_the_single_process": "quick",
     "tests/e2e/test_prefill_lost.py::test_killed_while_it_is_read[stream]": "quick",
+    "tests/e2e/test_refused.py": "nightly",
+    "tests/e2e/test_start_failures.py": "nightly",
+    "tests/e2e/test_waiting.py": "nightly",
     "tests/faults/": "deep",
     "tests/fuzz/test_corpus.py": "deep",
     "tests/router/faults/": "deep",
@@ -49,7 +52,6 @@ PLACES = {
     "tests/sglang/test_e2e_nixl.py": "nightly",
     "tests/sglang/test_router.py": "nightly",
     "tests/vllm/": "nightly",
-    "tests/vllm/test_router_smoke.py": "deep",
     "tests/vllm/test_smoke.py": "deep",
 }
 """The tier of the tests whose ids begin so; the longest beginning counts. One test, or one value of a parameter, that

@@ -150,10 +150,11 @@ BLAMES: dict[str, Blame] = {
     "gone": Blame.NEVER,
     "refused": Blame.NEVER,
     "does_not_fit": Blame.NEVER,
+    "too_long": Blame.NEVER,
     "overloaded": Blame.NEVER,
 }
 """By the kind of the failure: ``hung`` is a deadline that passed at the worker, ``error`` its 5xx, ``transfer`` what
-``policy.pairs`` put down to it, ``refused`` its 4xx,
+``policy.pairs`` put down to it, ``refused`` its 4xx, ``too_long`` an answer beyond a bound of the router's,
 ``unread`` a connection that broke before an answer began, ``connect_timeout`` one that did not come about in time,
 ``overran`` a request that took longer than it may as a whole, ``exhausted`` a router without sockets."""
 

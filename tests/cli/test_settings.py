@@ -109,7 +109,7 @@ def test_check_config_prints_what_would_be_used_and_ends(capsys: pytest.CaptureF
         (("--decode=http://127.0.0.1:9", "--api-key-file=/nowhere"), "cannot read API keys from /nowhere"),
         (("--decode=http://127.0.0.1:9", "--admin-key-file=/nowhere"), "cannot read API keys from /nowhere"),
         (("--decode=http://127.0.0.1:9", "--worker-api-key-file=/nowhere"), "cannot read the workers' API key"),
-        (("--decode=http://127.0.0.1:9", "--forward-header=cookie"), "header cookie is not for clients"),
+        (("--decode=http://127.0.0.1:9", "--forward-header=cookie"), "forward_header: 'cookie' is not for clients"),
         (("--decode=http://127.0.0.1:9", "--worker-ca-file=/nowhere"), "worker_ca_file: cannot use /nowhere"),
         (("--decode=http://127.0.0.1:9", "--tls-cert-file=/nowhere"), "tls_cert_file: cannot use /nowhere"),
         (("--workers-file=/nowhere",), "/nowhere: No such file"),
