@@ -114,6 +114,8 @@ def _from_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _one(name: str, text: str, kind: Any) -> Any:
+    if "\0" in text:
+        raise ConfigError(f"{name} must not hold a NUL")
     try:
         return parser_of(kind)(text)
     except Exception:

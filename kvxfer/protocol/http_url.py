@@ -40,7 +40,8 @@ class HttpUrl:
         found = _ORIGIN.fullmatch(text) if len(text) <= URL_CHARS_MAX else None
         if found is None:
             raise InvalidArgumentError(
-                f"{name} must be http:// or https://, a host, and a port, with nothing after it, not {text!r:.200}"
+                f"{name} must be http:// or https://, a host, and a port, with nothing after it, not "
+                f"{without_user(text)!r:.200}"
             )
         scheme, host, port_text = found[1], found[2].strip("[]").lower(), found[3]
         port = int(port_text) if port_text else {"http": 80, "https": 443}[scheme]
@@ -52,6 +53,11 @@ class HttpUrl:
         if address is not None and (address.is_unspecified or address.is_multicast):
             raise InvalidArgumentError(f"{name} must have an address that can be dialled, not {host}")
         return cls(scheme, str(address or host), port)
+
+
+def without_user(text: str) -> str:
+    """A URL, also a wrong one, as errors may show it: what stands before its ``@`` may be a password."""
+    return re.sub(r"(?<=://)[^/\s]*(?=@)", "[hidden]", text)
 
 
 def address_of(host: str) -> Address | None:

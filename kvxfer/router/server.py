@@ -99,6 +99,10 @@ def check(options: RouterOptions) -> None:
     check_workers(options, new_workers(options))
     server_tls(options)
     check_passed(options.forward_header)
+    if _asks_for_spans(options):
+        from kvxfer.router import otlp
+
+        otlp.settings(options)
 
 
 def _check_source(options: RouterOptions) -> None:
@@ -180,9 +184,13 @@ def server_tls(options: RouterOptions) -> ServerTls | None:
     return ServerTls(TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file))
 
 
+def _asks_for_spans(options: RouterOptions) -> bool:
+    return bool(options.otlp_endpoint) or any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ)
+
+
 def open_exporter(options: RouterOptions, metrics: RouterMetrics) -> OtlpExporter | None:
     """What sends spans; None, and nothing of it is imported, where no spans are asked for. Raises ConfigError."""
-    if not options.otlp_endpoint and not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+    if not _asks_for_spans(options):
         return None
     from kvxfer.router import otlp
 

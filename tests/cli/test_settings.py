@@ -113,6 +113,7 @@ def test_check_config_prints_what_would_be_used_and_ends(capsys: pytest.CaptureF
         (("--decode=http://127.0.0.1:9", "--worker-ca-file=/nowhere"), "worker_ca_file: cannot use /nowhere"),
         (("--decode=http://127.0.0.1:9", "--tls-cert-file=/nowhere"), "tls_cert_file: cannot use /nowhere"),
         (("--workers-file=/nowhere",), "/nowhere: No such file"),
+        (("--decode=http://127.0.0.1:9", "--otlp-endpoint=ftp://x"), "otlp_endpoint"),
         (("--coordinator=127.0.0.1:7", "--token-file=/nowhere"), "cluster token file /nowhere"),
     ],
 )
@@ -123,6 +124,22 @@ def test_check_config_refuses_what_a_start_would_refuse(
     printed = capsys.readouterr()
     assert reason in printed.err
     assert printed.out == ""
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--otlp-endpoint", "--engine"):
+        assert main(["router", "--check-config", f"{flag}=http://team:secret@127.0.0.1:4318", "--engine=http://x"]) == 2
+        printed = capsys.readouterr()
+        assert "secret" not in printed.err + printed.out
+
+
+def test_a_nul_in_the_file_is_refused_by_the_options_name(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text('api_key_file: "a\\0b"\n')
+    assert main(["router", "--check-config", "--config", str(path)]) == 2
+    assert "api_key_file must not hold a NUL" in capsys.readouterr().err
 
 
 def test_a_certificate_file_without_a_certificate_is_refused_in_words(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.http_url import without_user
 from kvxfer.router.fleet.roster import place_of
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, read_worker
 from kvxfer.types import Role
@@ -37,7 +38,7 @@ def workers_from_flags(
         try:
             worker = read_worker(text, role, spoken, WorkerSource.FLAGS)
         except ConfigError as error:
-            raise ConfigError(f"--{flag} {text:.200}: {error}") from None
+            raise ConfigError(f"--{flag} {without_user(text):.200}: {error}") from None
         if worker.agent_id in names or place_of(worker) in places:
             raise ConfigError(f"--{flag} {text:.200}: there is another worker of that name, or at that address")
         names.add(worker.agent_id)
