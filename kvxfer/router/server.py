@@ -71,11 +71,11 @@ async def serve(
     _check_source(options)
     keys = ApiKeys()
     token = b""
-    if options.coordinator:
-        token = member_token(options.token_file)
-        hide(token)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(followed_api_keys(keys, options))
+        if options.coordinator:
+            token = member_token(options.token_file)
+            hide(token)
         listener = stack.enter_context(listening(options.host, options.port))
         if several is not None and options.workers > 1:
             await several(options, keys, token, listener, on_ready=on_ready, stop=stop)
@@ -89,11 +89,11 @@ def check(options: RouterOptions) -> None:
     """Raise ConfigError for what a start would refuse before it listens: wrong addresses of workers, wrong files.
     Nothing is written, and no other process is asked."""
     _check_source(options)
-    if options.token_file:
-        load_token(options.token_file)
     for path, with_limits in ((options.api_key_file, True), (options.admin_key_file, False)):
         if path:
             ApiKeys.from_file(path, with_limits=with_limits)
+    if options.token_file:
+        load_token(options.token_file)
     if options.worker_api_key_file:
         WorkerKey().load(options.worker_api_key_file)
     check_workers(options, new_workers(options))
