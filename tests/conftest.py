@@ -28,10 +28,13 @@ TIERS = ("quick", "deep", "nightly")
 
 PLACES = {
     "tests/": "quick",
+    "tests/benchmarks/test_router.py::test_it_runs": "nightly",
+    "tests/benchmarks/test_transfer.py::test_it_runs": "nightly",
     "tests/connectors/sglang/test_lost.py": "deep",
     "tests/cuda/": "nightly",
     "tests/e2e/": "deep",
     "tests/e2e/test_equality.py::test_chunked_prefill_equals_the_single_process": "quick",
+    "tests/e2e/test_placement.py": "nightly",
     "tests/e2e/test_prefill_lost.py::test_killed_while_it_is_read[stream]": "quick",
     "tests/e2e/test_refused.py": "nightly",
     "tests/e2e/test_start_failures.py": "nightly",

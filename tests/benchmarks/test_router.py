@@ -154,7 +154,6 @@ def test_run_is_void_where_answers_are_cut_or_prompts_are_not_handed_over(parts:
         engines.end()
 
 
-@pytest.mark.deep
 def test_it_runs(tmp_path: pathlib.Path) -> None:
     file, picture = tmp_path / "router.json", tmp_path / "router.svg"
     command = [sys.executable, str(BENCHMARKS / "router.py"), "--check", f"--out={file}", f"--plot={picture}"]
