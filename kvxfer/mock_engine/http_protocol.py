@@ -110,6 +110,11 @@ class MockConnection(asyncio.Protocol):
         self._peer = str(name[0]) if isinstance(name, tuple) else ""
         self._owner.opened(self)
 
+    def eof_received(self) -> None:
+        """The client has left: what runs for it ends now, not in the loop's next turn, in which it might finish."""
+        if self._active is not None and self._active.on_gone is not None:
+            self._active.on_gone()
+
     def connection_lost(self, error: Exception | None) -> None:
         active, responder = self._active, self._responder
         left = active is not None and responder is not None and not responder.is_closed

@@ -170,11 +170,18 @@ class Attempt:
 
     def forgo(self) -> None:
         """Give P's blocks back where its prefill is done and no decode worker was told of it: in the background."""
-        if self.handover is None or self._is_decode_reached:
-            return
-        leg = self._dialect.forgo_leg(self._for_decode, self._pair, self.handover)
+        if self.handover is not None and not self._is_decode_reached:
+            self._give_back(self.handover)
+
+    def _give_back(self, handover: Handover) -> None:
+        leg = self._dialect.forgo_leg(self._for_decode, self._pair, handover)
         if leg is not None:
             forgo(self._core, self._decode, leg)
+
+    def _forgo_late(self, answer: bytes) -> None:
+        """P was done at the moment in which it was given up: its blocks are given back as if D had been next."""
+        with contextlib.suppress(HandoverError):
+            self._give_back(self._dialect.handover(answer))
 
     async def _run_legs(self) -> RequestOutcome:
         leg = await self._decode_leg()
@@ -366,7 +373,8 @@ class Attempt:
         deadlines, trace = self._core.whole_deadlines, self._trace
         if trace is not None:
             trace.prefill_sent_s = self._core.now()
-        async with calling(pool, leg, deadlines, Part.PREFILL) as response:
+        late = self._forgo_late if self._dialect.keeps_prefill else None
+        async with calling(pool, leg, deadlines, Part.PREFILL, late) as response:
             answer = await read(response, self._core.options.max_answer_bytes, Part.PREFILL)
         if trace is not None:
             trace.prefill_ended_s = self._core.now()

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kvxfer.errors import KvxferError, NoWorkerError
 from kvxfer.openai.scanner import Fields, Kind
@@ -45,10 +45,11 @@ _ONE_FIELD = Fields(["a"])
 
 @contextlib.asynccontextmanager
 async def calling(
-    pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str
+    pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str, late: Callable[[bytes], None] | None = None
 ) -> AsyncIterator[UpstreamResponse]:
-    """The worker's 200, whose body the block reads. Raises LegFailed for anything else."""
-    response = await _send(pool, leg, deadlines, what)
+    """The worker's 200, whose body the block reads. Raises LegFailed for anything else. ``late`` gets the whole answer
+    where the leg was given up and it came all the same."""
+    response = await _send(pool, leg, deadlines, what, late)
     async with response:
         if response.status != 200:
             raise LegFailed(failure.from_answer(what, response.status, await _error_content(response)))
@@ -114,11 +115,13 @@ def forgo(core: RouterCore, worker: Worker, leg: Leg) -> None:
     core.background(reach())
 
 
-async def _send(pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str) -> UpstreamResponse:
+async def _send(
+    pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str, late: Callable[[bytes], None] | None
+) -> UpstreamResponse:
     tries = UNPROCESSED_MAX
     while True:
         try:
-            return await pool.request("POST", leg.path, leg.headers, leg.body, deadlines)
+            return await pool.request("POST", leg.path, leg.headers, leg.body, deadlines, late=late)
         except UpstreamUnprocessedError as error:
             tries -= 1
             if not tries:

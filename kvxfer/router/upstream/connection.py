@@ -29,10 +29,13 @@ from kvxfer.router.upstream.errors import (
 )
 from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
 from kvxfer.router.upstream.parser import BODY, COMPLETE, HEAD, AnswerParser, Emit, discard
-from kvxfer.router.upstream.response import UpstreamResponse
+from kvxfer.router.upstream.response import LateAnswer, UpstreamResponse
 
 _BYTES_ACKED = struct.Struct("=120xQ")
 """``tcpi_bytes_acked`` in Linux's ``struct tcp_info``."""
+
+LEAVE_S = 2.0
+"""How long an engine is heard whose request was given up."""
 
 Part = bytes | bytearray | memoryview
 
@@ -155,6 +158,23 @@ class UpstreamConnection(asyncio.Protocol):
             error = UpstreamAbortedError("the router gave the request up", address=self._address, phase=self._phase)
             self._finish(error)
 
+    def leave(self, late: LateAnswer) -> None:
+        """Give the request up as a client that ends its side does, and let ``late`` have what the engine had said by
+        then: it is heard until the engine closes, LEAVE_S at most."""
+        left = self._response
+        assert left is not None
+        if self._pending or self._is_write_paused or self._is_read_paused or not self._transport.can_write_eof():
+            self.give_up()
+            return
+        self._counters.aborted += 1
+        self._is_cut = True
+        self._response = late
+        self._parser.emit = late.receive()
+        self._due = self._whole_due = self._loop.time() + LEAVE_S
+        self._transport.write_eof()
+        error = UpstreamAbortedError("the router gave the request up", address=self._address, phase=self._phase)
+        left.end(error)
+
     # What the loop tells.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -266,7 +286,8 @@ class UpstreamConnection(asyncio.Protocol):
         response.end(error)
 
     def _fail(self, error: UpstreamError) -> None:
-        self._counters.failed[error.phase] += 1
+        if not isinstance(self._response, LateAnswer):
+            self._counters.failed[error.phase] += 1
         self._finish(error)
 
     def _time_out(self, phase: UpstreamPhase, seconds: float) -> None:

@@ -26,7 +26,7 @@ from kvxfer.router.upstream.errors import (
 )
 from kvxfer.router.upstream.head import HEADERS, encode_head
 from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
-from kvxfer.router.upstream.response import UpstreamResponse
+from kvxfer.router.upstream.response import Late, UpstreamResponse
 
 _IDLE_TICK_S = 0.25
 _DEFAULT_LIMITS = UpstreamLimits()
@@ -95,8 +95,10 @@ class UpstreamPool:
         headers: HEADERS = (),
         body: Sequence[Part] = (),
         deadlines: UpstreamDeadlines = _DEFAULT_DEADLINES,
+        *,
+        late: Late | None = None,
     ) -> UpstreamResponse:
-        """Sends one request and returns its answer when the head has come.
+        """Sends one request and returns its answer when the head has come. ``late``: `UpstreamResponse.hear_late`.
 
         ``body`` is sent slice by slice as it is. Use the answer under ``async with``. Raises the errors of
         ``kvxfer.router.upstream.errors``; a cancelled call leaves nothing behind.
@@ -110,6 +112,8 @@ class UpstreamPool:
         self._arm(self._limits.tick_s)
         is_head = method == "HEAD"
         response = connection.start(head, body, length, to_head=is_head, deadlines=deadlines, whole_due=whole_due)
+        if late is not None:
+            response.hear_late(late)
         await response.wait_for_head()
         return response
 

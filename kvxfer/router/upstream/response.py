@@ -32,10 +32,16 @@ class ResponseLink(Protocol):
     def resume(self) -> None: ...
     def redirect(self, emit: Callable[[bytes], object]) -> None: ...
     def give_up(self) -> None: ...
+    def leave(self, late: LateAnswer) -> None: ...
+
+
+Late = Callable[[bytes], None]
+"""Gets the whole body of a 200 that no one waited for any more."""
 
 
 class UpstreamResponse:
     __slots__ = (
+        *("_late", "_so_far"),
         *("_chunks", "_error", "_is_held", "_is_over", "_link", "_waiter"),
         *("address", "has_head", "headers", "is_piped", "status", "take", "taken"),
     )
@@ -47,6 +53,9 @@ class UpstreamResponse:
         self._error: BaseException | None = None
         self._is_over = False
         self._is_held = False
+        self._late: Late | None = None
+        self._so_far: list[bytes] = []
+        """What ``read`` has taken."""
         self.address = address
         self.has_head = False
         self.status = 0
@@ -77,7 +86,7 @@ class UpstreamResponse:
 
     async def read(self, limit: int) -> bytes:
         """The whole body, of at most ``limit`` bytes; a longer one is given up."""
-        chunks = []
+        chunks = self._so_far
         size = 0
         async for chunk in self:
             size += len(chunk)
@@ -86,6 +95,7 @@ class UpstreamResponse:
                 text = f"the answer has more than {limit} bytes"
                 raise UpstreamTooLargeError(text, address=self.address, phase=UpstreamPhase.BODY)
             chunks.append(chunk)
+        self._late = None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def pipe(self, write: Callable[[bytes], object], take: Take | None = None) -> None:
@@ -128,8 +138,22 @@ class UpstreamResponse:
 
     def abort(self) -> None:
         """Gives up what has not come yet: the connection is closed. Nothing happens where the answer is over."""
-        if self._link is not None:
-            self._link.give_up()
+        late, self._late = self._late, None
+        link = self._link
+        if late is None:
+            if link is not None:
+                link.give_up()
+            return
+        answer = LateAnswer(self, late)
+        if link is not None:
+            link.leave(answer)
+        else:
+            answer.end(self._error)
+
+    def hear_late(self, late: Late) -> None:
+        """Where this answer is given up before ``read`` has it whole: have ``late`` called with it, should the engine
+        have sent it all the same before it saw the connection end."""
+        self._late = late
 
     async def wait_for_head(self) -> None:
         """What ``UpstreamPool.request`` waits for."""
@@ -182,3 +206,33 @@ class UpstreamResponse:
             raise
         finally:
             self._waiter = None
+
+
+class LateAnswer(UpstreamResponse):
+    """The rest of an answer that was given up: it has no consumer but ``late``."""
+
+    __slots__ = ("_hear",)
+
+    def __init__(self, left: UpstreamResponse, late: Late) -> None:
+        assert left._link is None or left._error is None
+        super().__init__(_NO_LINK, left.address)
+        self._hear: Late | None = late
+        self._chunks.extend((*left._so_far, *left._chunks))
+        self.has_head, self.status = left.has_head, left.status
+
+    def end(self, error: BaseException | None) -> None:
+        hear, self._hear = self._hear, None
+        super().end(error)
+        if hear is not None and error is None and self.status == 200:
+            hear(b"".join(self._chunks))
+
+
+class _NoLink:
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def redirect(self, emit: Callable[[bytes], object]) -> None: ...
+    def give_up(self) -> None: ...
+    def leave(self, late: LateAnswer) -> None: ...
+
+
+_NO_LINK = _NoLink()

@@ -219,3 +219,68 @@ async def test_an_address_has_a_name(address: str | tuple[str, int], name: str) 
 def test_a_bound_is_more_than_zero() -> None:
     with pytest.raises(InvalidArgumentError, match="idle_s"):
         UpstreamLimits(idle_s=0)
+
+
+async def given_up(pool: UpstreamPool, late: list[bytes], *, after_s: float = 0.05) -> None:
+    """A request that its caller cancels before the answer is there."""
+
+    async def call() -> None:
+        async with await pool.request("POST", "/", (), [b"{}"], late=late.append) as response:
+            await response.read(100)
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(after_s)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
+async def test_an_answer_that_crosses_with_the_end_of_its_request_is_heard() -> None:
+    def answering(engine: ScriptedEngine) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await engine.read(reader)
+            await engine.until_hung_up(reader)
+            writer.write(HELLO)
+
+        return script
+
+    late: list[bytes] = []
+    async with pool_over(answering) as (_, pool):
+        await given_up(pool, late)
+        await until(lambda: late)
+        assert late == [b"hello"]
+        assert (pool.counters.in_flight, sum(pool.counters.failed.values()), pool.counters.aborted) == (0, 0, 1)
+
+
+async def test_a_request_that_ends_for_good_is_not_heard_of_again() -> None:
+    def silent(engine: ScriptedEngine) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await engine.read(reader)
+            writer.write(HELLO[:-2])
+            await engine.until_hung_up(reader)
+
+        return script
+
+    late: list[bytes] = []
+    async with pool_over(silent) as (engine, pool):
+        await given_up(pool, late)
+        await asyncio.wait_for(engine.hung_up.wait(), 10)
+        await until(lambda: pool.counters.in_flight == 0)
+        assert late == []
+        assert sum(pool.counters.failed.values()) == 0
+
+
+async def test_an_answer_that_was_read_is_not_heard_twice() -> None:
+    def answering(engine: ScriptedEngine) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await engine.read(reader)
+            writer.write(HELLO)
+            await engine.until_hung_up(reader)
+
+        return script
+
+    late: list[bytes] = []
+    async with pool_over(answering) as (_, pool):
+        async with await pool.request("POST", "/", (), [b"{}"], late=late.append) as response:
+            assert await response.read(100) == b"hello"
+        assert late == []
