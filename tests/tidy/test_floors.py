@@ -19,6 +19,7 @@ FLOORS = {
     "config": 2,
     "protocol": 3,
     "layout": 3,
+    "workload": 3,
     "policy": 4,
     "forecast": 5,
     "clock": 6,
@@ -38,6 +39,7 @@ FLOORS = {
     "connectors": 10,
     "engine": 10,
     "mock_engine": 10,
+    "load": 10,
     "cli": 11,
     "testing": 11,
 }

@@ -1,0 +1,119 @@
+"""What is noted of one request of a load test: one line of ``requests.jsonl``.
+
+Decides names and units, and nothing about what is good. All times are seconds after the beginning of the run, of one
+monotonic clock, so that they can be subtracted. docs/load-test.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from kvxfer.errors import InvalidArgumentError
+
+NOT_SENT = "not_sent"
+"""Error of a request that was due and never sent: the run was stopped, or its session had broken."""
+
+
+@dataclasses.dataclass(slots=True)
+class MeasuredRequest:
+    """One request: what was planned, when things happened, and what came of it."""
+
+    run: str
+    """Which run of the command it belongs to: a search or a sweep has several."""
+    number: int
+    """In the run's workload."""
+    request_id: str
+    """Sent as ``x-request-id``: routers and engines name the request by it."""
+    due_s: float
+    """When it was to be sent: the workload's time, or the end of the turn before and the think time."""
+    prompt_tokens: int
+    """Planned; where the server counted, the server's count."""
+    output_tokens_asked: int
+    is_warmup: bool = False
+    """Sent to warm the service up; it counts for nothing."""
+    session: int | None = None
+    turn: int = 0
+    sent_s: float | None = None
+    """When the last byte of its body was handed to the kernel. None: it never was."""
+    first_s: float | None = None
+    """When the first chunk came that has text, reasoning text or a tool call. A chunk with a role alone is none."""
+    last_s: float | None = None
+    """When the last such chunk came."""
+    end_s: float | None = None
+    """When the answer was whole, or had failed."""
+    output_tokens: int | None = None
+    tokens_from: str = ""
+    """What counted ``output_tokens``: ``usage`` (the server), ``chunks`` (each counts as one), or another tool."""
+    first_chunk_tokens: int = 1
+    chunks: int = 0
+    """Chunks with content."""
+    longest_gap_s: float | None = None
+    """Between two chunks with content."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server took from a prefix cache, by its usage."""
+    status: int | None = None
+    """Of HTTP; None where no answer came."""
+    error: str = ""
+    """A stable name of what went wrong; empty: the answer is whole."""
+    message: str = ""
+    """The server's or the system's words about it, cut to 200 characters."""
+    process: int = 0
+    """Which process of the driver sent it."""
+    account: dict[str, Any] | None = None
+    """The router's or the engine's own account of the request, as it came. ``join`` reads it."""
+
+    @property
+    def is_good(self) -> bool:
+        """It was answered whole. Whether it was in time is for ``judge`` to say."""
+        return not self.error and self.end_s is not None
+
+    @property
+    def ttft_s(self) -> float:
+        """From due to the first content; infinite where none came."""
+        return math.inf if self.first_s is None else self.first_s - self.due_s
+
+    @property
+    def ttft_since_sent_s(self) -> float:
+        """From sent to the first content; infinite where none came."""
+        return math.inf if self.first_s is None or self.sent_s is None else self.first_s - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From due to the last content; infinite where the request failed."""
+        return self.last_s - self.due_s if self.is_good and self.last_s is not None else math.inf
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each token after those of the first chunk; None where there are none, infinite where the request
+        failed."""
+        if not self.is_good or self.first_s is None or self.last_s is None:
+            return math.inf
+        later = (self.output_tokens or 0) - self.first_chunk_tokens
+        return (self.last_s - self.first_s) / later if later > 0 else None
+
+    @property
+    def lateness_s(self) -> float | None:
+        """How long after it was due it was sent: the generator's own fault."""
+        return None if self.sent_s is None else self.sent_s - self.due_s
+
+    def to_json(self) -> str:
+        """One line without its end; members that say nothing are left out."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None or (field.default is not dataclasses.MISSING and value == field.default):
+                continue
+            values[field.name] = round(value, 7) if isinstance(value, float) else value
+        return json.dumps(values, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> MeasuredRequest:
+        """Raises InvalidArgumentError for a line that is no record."""
+        try:
+            values = json.loads(line)
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(f"not a record of a load test: {error}") from None
