@@ -1,0 +1,252 @@
+"""The workload that ``WorkloadOptions`` ask for: a trace or made-up requests, cut, scaled and spread over time.
+
+Decides what each option does to a workload, and its order: rows, lengths, arrivals, duration, dispatch mode. Knows
+nothing of endpoints. The same options give the same workload, byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from kvxfer.errors import ConfigError, InvalidArgumentError
+from kvxfer.load.options import ArrivalKind, TargetOptions, WorkloadOptions
+from kvxfer.workload import arrivals
+from kvxfer.workload.bodies import BodyMaker, extra_body_of
+from kvxfer.workload.lengths import ScaledLengths
+from kvxfer.workload.prompts import PromptMaker
+from kvxfer.workload.published import source_of
+from kvxfer.workload.readers.detect import detected_format, read_trace
+from kvxfer.workload.readers.rows import LINE_MAX, TraceRead, TraceRowError
+from kvxfer.workload.readers.servegen import (
+    CLIENTS_MAX,
+    ServeGenClient,
+    drawn_requests,
+    read_lengths,
+    read_rates,
+)
+from kvxfer.workload.request import REQUESTS_MAX, DispatchMode, Workload, WorkloadRequest
+from kvxfer.workload.sessions import MadeUp, in_order, moved, sessions_in, with_mode
+
+REQUESTS_DEFAULT = 100
+
+
+def workload_from(options: WorkloadOptions) -> Workload:
+    """Reads the trace, where one is named, and returns the requests in order, numbered from 0.
+
+    Sessions begin at a rate that makes ``rate`` requests/s due on average. With ``arrival trace`` due and think times
+    are divided by ``speedup``. Raises ConfigError, which names file and line where a trace is not what it should be.
+    """
+    try:
+        workload = _from_trace(options) if options.trace else _made_up(options)
+        workload = with_mode(workload, options.session_mode)
+    except TraceRowError as error:
+        raise ConfigError(f"{options.trace}, {error}") from None
+    except InvalidArgumentError as error:
+        raise ConfigError(f"the workload cannot be made: {error}") from None
+    return workload
+
+
+def prompt_maker(options: WorkloadOptions, workload: Workload) -> PromptMaker:
+    """The maker of this workload's prompts: its hash ids stand for ``workload.hash_tokens`` tokens each."""
+    return PromptMaker(
+        seed=options.seed,
+        salt=options.salt,
+        token_low=options.token_low,
+        token_high=options.token_high,
+        hash_tokens=workload.hash_tokens,
+    )
+
+
+def body_maker(target: TargetOptions, options: WorkloadOptions, workload: Workload, model: str) -> BodyMaker:
+    """The maker of the bodies that are sent to this target. Raises ConfigError for a wrong ``extra_body``."""
+    return BodyMaker(
+        model,
+        "chat" if target.api.value == "chat" else "completions",
+        prompt_maker(options, workload),
+        ignore_eos=target.ignore_eos,
+        extra_body=extra_body_of(target.extra_body),
+    )
+
+
+def mean_rate(workload: Workload) -> float:
+    """Requests due per second over the whole workload: those after the first, by the time between the first and the
+    last due time. 0 where that is no time at all. Turns that are due after an answer count as if answers took none."""
+    timed = with_mode(workload, DispatchMode.TIMESTAMP).requests
+    span = (timed[-1].due_s or 0.0) - (timed[0].due_s or 0.0) if timed else 0.0
+    return (len(timed) - 1) / span if span > 0 else 0.0
+
+
+def with_warmup(workload: Workload, count: int, rate: float = 0.0) -> tuple[Workload, float]:
+    """The workload with ``count`` requests before it, and the second at which the measured window begins.
+
+    The warm-up requests are numbers 0 to count-1, due from 0 on at even distances of 1/rate (0: the workload's own mean
+    rate). The workload's requests follow with all due times later by count/rate, so the load goes on without a break.
+    They have the lengths of requests taken evenly from the workload, and share no prefix with it: they warm up
+    processes and connections, and never its prefix caches.
+    """
+    if count <= 0 or not workload.requests:
+        return workload, 0.0
+    rate = rate or mean_rate(workload) or 1.0
+    shift = count / rate
+    own = workload.requests
+    before = [
+        WorkloadRequest(
+            0,
+            own[place * len(own) // count % len(own)].prompt_tokens,
+            own[place * len(own) // count % len(own)].output_tokens,
+            place / rate,
+        )
+        for place in range(count)
+    ]
+    later = [
+        request if request.due_s is None else dataclasses.replace(request, due_s=request.due_s + shift)
+        for request in own
+    ]
+    return workload.renumbered([*before, *later]), shift
+
+
+def _made_up(options: WorkloadOptions) -> Workload:
+    if options.arrival is ArrivalKind.TRACE:
+        raise ConfigError("arrival trace needs a trace")
+    made_up = MadeUp(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        length_spread=options.length_spread,
+        shared_prefix_tokens=options.shared_prefix_tokens,
+        turns=options.turns,
+        think_s=options.think_s,
+    )
+    kind = options.arrival or ArrivalKind.POISSON
+    count = options.requests or (0 if options.duration_s else REQUESTS_DEFAULT)
+    begins = _begins(options, kind, math.ceil(count / options.turns), 1 / options.turns)
+    requests = made_up.requests(begins, count or len(begins) * options.turns, options.seed)
+    name = f"made-up {options.prompt_tokens}/{options.output_tokens}"
+    if options.turns > 1:
+        name += f", {options.turns} turns"
+    return _bounded(options, Workload(name, requests, hash_tokens=made_up.hash_tokens), f"{kind.value} arrivals")
+
+
+def _from_trace(options: WorkloadOptions) -> Workload:
+    path = pathlib.Path(options.trace)
+    found, source = _read(options, path)
+    if options.requests > len(found.requests):
+        raise ConfigError(
+            f"{path} has {len(found.requests)} requests, which is less than the {options.requests} that are asked for"
+        )
+    scaled = ScaledLengths(
+        prompt=options.prompt_scale,
+        output=options.output_scale,
+        prompt_max=int(options.prompt_max),
+        output_max=int(options.output_max),
+        hash_tokens=found.hash_tokens,
+    )
+    requests: Sequence[WorkloadRequest] = scaled.of_all(found.requests)
+    kind = options.arrival or (ArrivalKind.TRACE if found.has_times else ArrivalKind.POISSON)
+    if kind is ArrivalKind.TRACE:
+        if not found.has_times:
+            raise ConfigError(f"{path} says not when requests are due: choose another arrival than trace")
+        if options.speedup != 1:
+            requests = [
+                dataclasses.replace(
+                    request, due_s=(request.due_s or 0.0) / options.speedup, think_s=request.think_s / options.speedup
+                )
+                for request in requests
+            ]
+    else:
+        if options.speedup != 1:
+            raise ConfigError(f"speedup is of arrival trace, not of {kind.value}: say the rate")
+        sessions = sessions_in(requests)
+        requests = moved(requests, _begins(options, kind, sessions, sessions / len(requests)))
+    if found.left_out:
+        source += f"; {found.left_out} rows without a prompt or an answer are left out"
+    name = path.name or str(path)
+    how = f"{options.speedup:g} x its times" if kind is ArrivalKind.TRACE else f"{kind.value} arrivals"
+    return _bounded(options, Workload(name, requests, hash_tokens=scaled.hash_tokens_scaled, source=source), how)
+
+
+def _begins(options: WorkloadOptions, kind: ArrivalKind, count: int, share: float) -> arrivals.Times:
+    """``count`` begins of sessions (0: as many as the duration takes), ``share`` of all requests."""
+    rate = highest = options.rate * share
+    if kind is ArrivalKind.CONSTANT:
+        draw: arrivals.DrawArrivals = lambda n: arrivals.constant(n, rate)  # noqa: E731
+    elif kind is ArrivalKind.POISSON:
+        draw = lambda n: arrivals.poisson(n, rate, options.seed)  # noqa: E731
+    elif kind is ArrivalKind.GAMMA:
+        draw = lambda n: arrivals.gamma(n, rate, options.burstiness, options.seed)  # noqa: E731
+    else:
+        ramp_s = options.duration_s or None
+        end_rate = options.end_rate * share
+        draw = lambda n: arrivals.ramp(n, rate, end_rate, options.seed, ramp_s=ramp_s)  # noqa: E731
+        highest = max(rate, end_rate)
+    return draw(count) if count else arrivals.until(draw, highest, options.duration_s)
+
+
+def _bounded(options: WorkloadOptions, workload: Workload, how: str) -> Workload:
+    requests = in_order(workload.requests)
+    if options.duration_s:
+        requests = [request for request in requests if (request.due_s or 0.0) < options.duration_s]
+        if not requests:
+            raise ConfigError(f"no request is due within duration_s {options.duration_s:g}")
+    return dataclasses.replace(workload.renumbered(requests), name=f"{workload.name}, {how}")
+
+
+def _read(options: WorkloadOptions, path: pathlib.Path) -> tuple[TraceRead, str]:
+    """The trace and where it comes from, in words."""
+    rows_max = options.requests or REQUESTS_MAX
+    try:
+        if path.is_dir():
+            if options.trace_format not in ("auto", "servegen"):
+                raise ConfigError(f"{path} is a directory: only servegen has directories, not {options.trace_format}")
+            return _drawn(
+                options, sorted(path.glob("*-trace.csv")), rows_max
+            ), f"drawn from the ServeGen clients in {path.name}"
+        name = options.trace_format
+        if name == "auto":
+            name = detected_format(next((line for line in _lines(path) if line.strip()), "").strip("\ufeff \t\r\n"))
+        if name == "servegen":
+            return _drawn(options, [path], rows_max), f"drawn from the ServeGen client {path.name}"
+        found = read_trace(_lines(path), name, rows_max=rows_max, output_tokens=options.output_tokens)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror or error}") from None
+    return found, source_of(digest) or f"{path.name} (SHA-256 {digest[:16]})"
+
+
+def _drawn(options: WorkloadOptions, paths: Sequence[pathlib.Path], rows_max: int) -> TraceRead:
+    if not paths:
+        raise ConfigError(f"{options.trace} has no file *-trace.csv: it is no directory of ServeGen's")
+    if len(paths) > CLIENTS_MAX:
+        raise ConfigError(f"{options.trace} has more than {CLIENTS_MAX} files *-trace.csv")
+    clients = []
+    for path in paths:
+        beside = path.with_name(path.name.removesuffix("-trace.csv") + "-dataset.json")
+        try:
+            lengths = read_lengths("".join(_lines(beside)))
+        except TraceRowError as error:
+            raise ConfigError(f"{beside}, {error}") from None
+        try:
+            clients.append(ServeGenClient(path.name.removesuffix("-trace.csv"), read_rates(_lines(path)), lengths))
+        except TraceRowError as error:
+            raise ConfigError(f"{path}, {error}") from None
+    is_timed = options.arrival in (None, ArrivalKind.TRACE) and options.duration_s
+    end_s = options.duration_s * options.speedup if is_timed else math.inf
+    return drawn_requests(clients, options.seed, rows_max=rows_max, end_s=end_s)
+
+
+def _lines(path: pathlib.Path) -> Iterator[str]:
+    """Line by line; of a line beyond the bound no more is read. Raises TraceRowError for that, and for no UTF-8."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LINE_MAX + 2):
+            number += 1
+            if len(line) > LINE_MAX:
+                raise TraceRowError(number, "", f"a line must have at most {LINE_MAX} bytes")
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                raise TraceRowError(number, "", f"a trace must be UTF-8 text: {error.reason}") from None
