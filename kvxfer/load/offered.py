@@ -86,7 +86,8 @@ def with_warmup(workload: Workload, count: int, rate: float = 0.0) -> tuple[Work
     The warm-up requests are numbers 0 to count-1, due from 0 on at even distances of 1/rate (0: the workload's own mean
     rate). The workload's requests follow with all due times later by count/rate, so the load goes on without a break.
     They have the lengths of requests taken evenly from the workload, and share no prefix with it: they warm up
-    processes and connections, and never its prefix caches.
+    processes and connections, and never its prefix caches. As numbers change, so do the prompts of requests without
+    hash ids.
     """
     if count <= 0 or not workload.requests:
         return workload, 0.0

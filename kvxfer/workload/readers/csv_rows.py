@@ -49,8 +49,8 @@ def csv_rows(lines: Iterable[str], needed: tuple[str, ...]) -> Iterator[tuple[in
         yield line, dict(zip(header, values, strict=True))
 
 
-def seconds_of(line: int, field: str, text: str) -> float:
-    """Seconds from 1970 on of a date and time such as ``2023-11-16 18:15:46.6805900`` or ``...+00:00``."""
+def nanoseconds_of(line: int, field: str, text: str) -> int:
+    """Nanoseconds from 1970 on of a date and time such as ``2023-11-16 18:15:46.6805900`` or ``...+00:00``."""
     found = _DATE_TIME.fullmatch(text.strip())
     if found is None:
         raise TraceRowError(line, field, "a date and time like 2023-11-16 18:15:46.68", text)
@@ -63,7 +63,7 @@ def seconds_of(line: int, field: str, text: str) -> float:
     if zone and zone != "Z":
         shift = int(zone[1:3]) * 3600 + int(zone[-2:]) * 60
         seconds += -shift if zone[0] == "+" else shift
-    return seconds + float(found.group(7) or 0)
+    return seconds * 10**9 + int((found.group(7) or ".")[1:].ljust(9, "0"))
 
 
 def _is_leap(year: int) -> bool:
@@ -87,7 +87,7 @@ def _azure_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
             line,
             whole(line, "ContextTokens", row["ContextTokens"]),
             whole(line, "GeneratedTokens", row["GeneratedTokens"]),
-            seconds_of(line, "TIMESTAMP", row["TIMESTAMP"]),
+            nanoseconds_of(line, "TIMESTAMP", row["TIMESTAMP"]),
         )
 
 
@@ -98,7 +98,7 @@ def _burstgpt_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
             line,
             whole(line, "Request tokens", row["Request tokens"]),
             whole(line, "Response tokens", row["Response tokens"]),
-            number(line, "Timestamp", row["Timestamp"]),
+            round(number(line, "Timestamp", row["Timestamp"]) * 1e9),
             session=row.get("Session ID", "").strip(),
             took_s=number(line, "Elapsed time", took) if took else None,
         )

@@ -54,7 +54,7 @@ def json_objects(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _milliseconds(line: int, row: dict[str, Any], field: str) -> float | None:
     value = row.get(field)
-    return None if value is None else number(line, field, value, maximum=TIME_MAX_S * 1e3) / 1e3
+    return None if value is None else number(line, field, value, maximum=TIME_MAX_S * 1e3)
 
 
 def _mooncake_rows(lines: Iterable[str], output_tokens: int) -> Iterator[TraceRow]:
@@ -74,14 +74,15 @@ def _mooncake_rows(lines: Iterable[str], output_tokens: int) -> Iterator[TraceRo
         session = row.get("session_id")
         if session is not None and not isinstance(session, str | int):
             raise TraceRowError(line, "session_id", "text or a whole number", session)
+        timestamp, delay = _milliseconds(line, row, "timestamp"), _milliseconds(line, row, "delay")
         ids = _hash_ids(line, row.get("hash_ids"), prompt) if text is None else ()
         yield TraceRow(
             line,
             prompt,
             answer,
-            _milliseconds(line, row, "timestamp"),
+            None if timestamp is None else round(timestamp * 1e6),
             session="" if session is None else str(session),
-            delay_s=_milliseconds(line, row, "delay"),
+            delay_s=None if delay is None else delay / 1e3,
             hash_ids=ids,
             text=text,
         )

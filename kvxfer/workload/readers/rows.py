@@ -54,7 +54,7 @@ class TraceRow:
     line: int
     prompt_tokens: int
     output_tokens: int
-    time_s: float | None
+    time_ns: int | None
     session: str = ""
     delay_s: float | None = None
     took_s: float | None = None
@@ -117,14 +117,14 @@ def trace_of(rows: Iterable[TraceRow], rows_max: int) -> TraceRead:
     if not kept:
         failed = f": its {skipped} rows have no prompt or no answer" if skipped else ""
         raise TraceRowError(1, "", f"the trace is empty{failed}")
-    has_times = any(row.time_s is not None for row in kept)
-    zero_s = min((row.time_s for row in kept if row.time_s is not None), default=0.0)
+    has_times = any(row.time_ns is not None for row in kept)
+    zero_ns = min((row.time_ns for row in kept if row.time_ns is not None), default=0)
     numbers: dict[str, int] = {}
     turns: dict[str, int] = {}
     requests = []
     for place, row in enumerate(kept):
         turn = turns.get(row.session, 0) if row.session else 0
-        due = None if row.time_s is None else round(row.time_s - zero_s, 9)
+        due = None if row.time_ns is None else (row.time_ns - zero_ns) / 1e9
         if due is None and not turn:
             if has_times:
                 raise TraceRowError(row.line, "timestamp", "there: other rows have one")

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from kvxfer.workload.readers.rows import LINE_MAX, TraceRead, TraceRowError, number, numbered, whole
 from kvxfer.workload.request import REQUESTS_MAX, TOKENS_MAX, WorkloadRequest
 from kvxfer.workload.seeds import Stream, stream
-from kvxfer.workload.sessions import in_order
 
 WINDOW_S = 600.0
 """Of the last window; the others end where the next begins."""
@@ -151,33 +150,30 @@ def drawn_requests(
     A client's requests depend on its name, its windows and the seed, and not on other clients or bounds. Clients
     without lengths send nothing. Raises TraceRowError where there is no request, or there are more than REQUESTS_MAX.
     """
-    sending = [client for client in clients if client.lengths]
-    begins = sorted({window.begin_s for client in sending for window in client.rates})
-    zero_s = begins[0] if begins else 0.0
+    windows = [
+        (window.begin_s, place, window)
+        for place, client in enumerate(clients)
+        for window in client.rates
+        if client.lengths
+    ]
+    windows.sort(key=lambda window: window[:2])
+    zero_s = windows[0][0] if windows else 0.0
+    drawn_until_s = 0.0
     rows: list[tuple[float, int, int]] = []
-    for at, begin in enumerate(begins):
-        if begin - zero_s >= end_s:
+    for begin, place, window in windows:
+        # Whatever comes from here on is due later than every row there is.
+        is_enough = len(rows) >= rows_max and drawn_until_s <= begin
+        if is_enough or begin - zero_s >= end_s:
             break
-        if len(rows) >= rows_max and all(window_end <= begin for window_end in _ends(sending, begins[:at])):
-            break
-        for client in sending:
-            for window in client.rates:
-                if window.begin_s == begin:
-                    rows += _of_window(client, window, seed, zero_s)
+        rows += _of_window(clients[place], window, seed, zero_s)
+        drawn_until_s = max(drawn_until_s, begin + window.span_s)
         if len(rows) > REQUESTS_MAX:
-            raise TraceRowError(
-                1, "", f"these clients send more than {REQUESTS_MAX} requests: bound their number or time"
-            )
+            raise TraceRowError(1, "", f"these clients send more than {REQUESTS_MAX} requests: bound number or time")
     rows = sorted(row for row in rows if row[0] < end_s)[:rows_max]
     if not rows:
         raise TraceRowError(1, "", "the trace is empty: its clients send no request in that time")
     made = [WorkloadRequest(place, prompt, answer, due) for place, (due, prompt, answer) in enumerate(rows)]
-    return TraceRead(in_order(made), has_times=True, left_out=0)
-
-
-def _ends(clients: Sequence[ServeGenClient], begins: Sequence[float]) -> Iterable[float]:
-    seen = set(begins)
-    return (w.begin_s + w.span_s for client in clients for w in client.rates if w.begin_s in seen)
+    return TraceRead(made, has_times=True)
 
 
 def _of_window(client: ServeGenClient, window: ClientRate, seed: int, zero_s: float) -> list[tuple[float, int, int]]:
