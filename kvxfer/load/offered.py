@@ -43,8 +43,6 @@ def workload_from(options: WorkloadOptions) -> Workload:
     try:
         workload = _from_trace(options) if options.trace else _made_up(options)
         workload = with_mode(workload, options.session_mode)
-    except TraceRowError as error:
-        raise ConfigError(f"{options.trace}, {error}") from None
     except InvalidArgumentError as error:
         raise ConfigError(f"the workload cannot be made: {error}") from None
     return workload
@@ -78,6 +76,20 @@ def mean_rate(workload: Workload) -> float:
     timed = with_mode(workload, DispatchMode.TIMESTAMP).requests
     span = (timed[-1].due_s or 0.0) - (timed[0].due_s or 0.0) if timed else 0.0
     return (len(timed) - 1) / span if span > 0 else 0.0
+
+
+def at_rate(options: WorkloadOptions, rate: float) -> WorkloadOptions:
+    """The options of the same workload with so many requests due per second: what has a rate gets that one (a ramp goes
+    on in its proportion), and a trace that keeps its own times becomes so much faster or slower. Raises ConfigError."""
+    is_timed = options.arrival is ArrivalKind.TRACE
+    if options.trace and options.arrival is None:
+        is_timed = _opened(options)[0].has_times
+    if not is_timed:
+        return dataclasses.replace(options, rate=rate, end_rate=options.end_rate * rate / options.rate)
+    own = mean_rate(workload_from(dataclasses.replace(options, speedup=1.0, duration_s=0.0)))
+    if not own:
+        raise ConfigError(f"{options.trace} has no rate of its own: all its requests are due at once")
+    return dataclasses.replace(options, speedup=rate / own)
 
 
 def with_warmup(workload: Workload, count: int, rate: float = 0.0) -> tuple[Workload, float]:
@@ -133,7 +145,7 @@ def _made_up(options: WorkloadOptions) -> Workload:
 
 def _from_trace(options: WorkloadOptions) -> Workload:
     path = pathlib.Path(options.trace)
-    found, source = _read(options, path)
+    found, source = _opened(options)
     if options.requests > len(found.requests):
         raise ConfigError(
             f"{path} has {len(found.requests)} requests, which is less than the {options.requests} that are asked for"
@@ -195,8 +207,9 @@ def _bounded(options: WorkloadOptions, workload: Workload, how: str) -> Workload
     return dataclasses.replace(workload.renumbered(requests), name=f"{workload.name}, {how}")
 
 
-def _read(options: WorkloadOptions, path: pathlib.Path) -> tuple[TraceRead, str]:
-    """The trace and where it comes from, in words."""
+def _opened(options: WorkloadOptions) -> tuple[TraceRead, str]:
+    """The trace and where it comes from, in words. Raises ConfigError."""
+    path = pathlib.Path(options.trace)
     rows_max = options.requests or REQUESTS_MAX
     try:
         if path.is_dir():
@@ -215,6 +228,8 @@ def _read(options: WorkloadOptions, path: pathlib.Path) -> tuple[TraceRead, str]
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror or error}") from None
+    except TraceRowError as error:
+        raise ConfigError(f"{path}, {error}") from None
     return found, source_of(digest) or f"{path.name} (SHA-256 {digest[:16]})"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer.load.offered import body_maker, mean_rate, prompt_maker, with_warmup, workload_from
+from kvxfer.load.offered import at_rate, body_maker, mean_rate, prompt_maker, with_warmup, workload_from
 from kvxfer.load.options import ApiKind, ArrivalKind, TargetOptions, WorkloadOptions
 from kvxfer.workload.request import DispatchMode, Workload
 
@@ -54,6 +54,28 @@ def test_a_trace_with_another_arrival_has_the_asked_rate() -> None:
     assert mean_rate(workload) == pytest.approx(20.0)
     lengths = [request.prompt_tokens for request in made(trace=AZURE).requests]
     assert [request.prompt_tokens for request in workload.requests] == lengths
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"trace": MOONCAKE},
+        {"trace": AZURE, "arrival": ArrivalKind.TRACE, "speedup": 3.0},
+        {"trace": AZURE, "arrival": ArrivalKind.CONSTANT},
+        {"arrival": ArrivalKind.CONSTANT, "requests": 500},
+        {"arrival": ArrivalKind.RAMP, "rate": 1.0, "end_rate": 3.0, "requests": 5000},
+    ],
+)
+def test_any_workload_is_had_at_another_rate(case: dict[str, Any]) -> None:
+    options = at_rate(WorkloadOptions(**case), 12.0)
+    expected = 24.0 if options.end_rate else 12.0
+    assert mean_rate(workload_from(options)) == pytest.approx(expected, rel=0.1 if options.end_rate else 1e-6)
+
+
+def test_a_trace_that_is_due_at_once_has_no_other_rate(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 5, "output_length": 1}\n')
+    with pytest.raises(ConfigError, match="has no rate of its own"):
+        at_rate(WorkloadOptions(trace=str(tmp_path / "trace")), 5.0)
 
 
 def test_requests_cuts_a_trace_and_duration_cuts_what_is_due_later() -> None:
