@@ -7,27 +7,18 @@ nothing of endpoints. The same options give the same workload, byte for byte.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.load.options import ArrivalKind, TargetOptions, WorkloadOptions
+from kvxfer.load.trace_file import TraceFile
 from kvxfer.workload import arrivals
 from kvxfer.workload.bodies import BodyMaker, extra_body_of
 from kvxfer.workload.lengths import ScaledLengths
 from kvxfer.workload.prompts import PromptMaker
-from kvxfer.workload.published import source_of
-from kvxfer.workload.readers.detect import detected_format, read_trace
-from kvxfer.workload.readers.rows import LINE_MAX, TraceRead, TraceRowError
-from kvxfer.workload.readers.servegen import (
-    CLIENTS_MAX,
-    ServeGenClient,
-    drawn_requests,
-    read_lengths,
-    read_rates,
-)
+from kvxfer.workload.readers.rows import TraceRead
 from kvxfer.workload.request import REQUESTS_MAX, DispatchMode, Workload, WorkloadRequest
 from kvxfer.workload.sessions import MadeUp, in_order, moved, sessions_in, with_mode
 
@@ -209,60 +200,12 @@ def _bounded(options: WorkloadOptions, workload: Workload, how: str) -> Workload
 
 def _opened(options: WorkloadOptions) -> tuple[TraceRead, str]:
     """The trace and where it comes from, in words. Raises ConfigError."""
-    path = pathlib.Path(options.trace)
-    rows_max = options.requests or REQUESTS_MAX
-    try:
-        if path.is_dir():
-            if options.trace_format not in ("auto", "servegen"):
-                raise ConfigError(f"{path} is a directory: only servegen has directories, not {options.trace_format}")
-            return _drawn(
-                options, sorted(path.glob("*-trace.csv")), rows_max
-            ), f"drawn from the ServeGen clients in {path.name}"
-        name = options.trace_format
-        if name == "auto":
-            name = detected_format(next((line for line in _lines(path) if line.strip()), "").strip("\ufeff \t\r\n"))
-        if name == "servegen":
-            return _drawn(options, [path], rows_max), f"drawn from the ServeGen client {path.name}"
-        found = read_trace(_lines(path), name, rows_max=rows_max, output_tokens=options.output_tokens)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(f"trace {path} cannot be read: {error.strerror or error}") from None
-    except TraceRowError as error:
-        raise ConfigError(f"{path}, {error}") from None
-    return found, source_of(digest) or f"{path.name} (SHA-256 {digest[:16]})"
-
-
-def _drawn(options: WorkloadOptions, paths: Sequence[pathlib.Path], rows_max: int) -> TraceRead:
-    if not paths:
-        raise ConfigError(f"{options.trace} has no file *-trace.csv: it is no directory of ServeGen's")
-    if len(paths) > CLIENTS_MAX:
-        raise ConfigError(f"{options.trace} has more than {CLIENTS_MAX} files *-trace.csv")
-    clients = []
-    for path in paths:
-        beside = path.with_name(path.name.removesuffix("-trace.csv") + "-dataset.json")
-        try:
-            lengths = read_lengths("".join(_lines(beside)))
-        except TraceRowError as error:
-            raise ConfigError(f"{beside}, {error}") from None
-        try:
-            clients.append(ServeGenClient(path.name.removesuffix("-trace.csv"), read_rates(_lines(path)), lengths))
-        except TraceRowError as error:
-            raise ConfigError(f"{path}, {error}") from None
     is_timed = options.arrival in (None, ArrivalKind.TRACE) and options.duration_s
-    end_s = options.duration_s * options.speedup if is_timed else math.inf
-    return drawn_requests(clients, options.seed, rows_max=rows_max, end_s=end_s)
-
-
-def _lines(path: pathlib.Path) -> Iterator[str]:
-    """Line by line; of a line beyond the bound no more is read. Raises TraceRowError for that, and for no UTF-8."""
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(LINE_MAX + 2):
-            number += 1
-            if len(line) > LINE_MAX:
-                raise TraceRowError(number, "", f"a line must have at most {LINE_MAX} bytes")
-            try:
-                yield line.decode()
-            except UnicodeDecodeError as error:
-                raise TraceRowError(number, "", f"a trace must be UTF-8 text: {error.reason}") from None
+    return TraceFile(
+        pathlib.Path(options.trace),
+        options.trace_format,
+        rows_max=options.requests or REQUESTS_MAX,
+        output_tokens=options.output_tokens,
+        seed=options.seed,
+        end_s=options.duration_s * options.speedup if is_timed else math.inf,
+    ).read()

@@ -24,6 +24,8 @@ Counts = npt.NDArray[np.int64]
 HASH_TOKENS = 512
 """Of made-up requests that share no prefix beyond their session, and of Mooncake's traces."""
 HASH_TOKENS_MIN = 64
+IDS_MAX = 20_000_000
+"""Of all made-up requests together: more would fill the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class MadeUp:
         """``count`` requests of sessions that begin at these times; a turn is due ``think_s`` after the turn before it
         was, as if answers took no time. The last sessions are shorter where ``count`` asks for it.
 
-        Raises InvalidArgumentError where a session's prompt grows beyond TOKENS_MAX.
+        Raises InvalidArgumentError where a session's prompt grows beyond TOKENS_MAX, or there are too many hash ids.
         """
         draw = stream(seed, "lengths")
         prompts, outputs = (
@@ -71,7 +73,7 @@ class MadeUp:
         prompts = np.maximum(prompts, self.shared_prefix_tokens + 1)
         made: list[WorkloadRequest] = []
         shared_ids = tuple(range(self.shared_prefix_tokens // self.hash_tokens))
-        next_id, number = len(shared_ids), 0
+        next_id, number, ids_left = len(shared_ids), 0, IDS_MAX
         has_ids = self.turns > 1 or bool(shared_ids)
         for session, begin_s in enumerate(begins_s):
             length, ids = 0, shared_ids
@@ -82,6 +84,12 @@ class MadeUp:
                     new = max(0, -(-length // self.hash_tokens) - len(ids))
                     ids = (*ids, *range(next_id, next_id + new))
                     next_id += new
+                    ids_left -= len(ids)
+                    if ids_left < 0:
+                        raise InvalidArgumentError(
+                            f"the prompts have more than {IDS_MAX} blocks of {self.hash_tokens} tokens: a shared "
+                            f"prefix of a multiple of {HASH_TOKENS} tokens has fewer"
+                        )
                 if length > TOKENS_MAX:
                     raise InvalidArgumentError(f"the prompt of turn {turn} has more than {TOKENS_MAX} tokens")
                 made.append(

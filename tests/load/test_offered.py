@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -216,6 +218,21 @@ def test_bytes_that_are_no_text_are_a_sentence(tmp_path: pathlib.Path) -> None:
 def test_what_cannot_be_made_is_a_sentence(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         made(**options)
+
+
+def test_a_trace_may_be_a_pipe(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[pathlib.Path(MOONCAKE).read_bytes()])
+    writer.start()
+    workload = made(trace=str(tmp_path / "pipe"))
+    writer.join()
+    assert workload.requests == made(trace=MOONCAKE).requests
+    assert workload.source == "pipe"
+
+
+def test_a_line_without_an_end_is_not_read_into_memory() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero, line 1: a line must have at most"):
+        made(trace="/dev/zero")
 
 
 def test_prompts_without_times_need_an_arrival(tmp_path: pathlib.Path) -> None:

@@ -97,6 +97,13 @@ def test_a_session_that_grows_too_long_is_refused() -> None:
         shape.requests([0.0], 20, 0)
 
 
+def test_too_many_hash_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.workload.sessions.IDS_MAX", 1000)
+    shape = MadeUp(prompt_tokens=100, shared_prefix_tokens=1)
+    with pytest.raises(InvalidArgumentError, match="blocks of 1 tokens: a shared prefix of a multiple of 512 tokens"):
+        shape.requests(np.arange(20.0), 20, 0)
+
+
 rows = st.lists(
     st.tuples(
         st.none() | st.integers(0, 3),
