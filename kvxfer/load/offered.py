@@ -190,12 +190,14 @@ def _begins(options: WorkloadOptions, kind: ArrivalKind, count: int, share: floa
 
 
 def _bounded(options: WorkloadOptions, workload: Workload, how: str) -> Workload:
-    requests = in_order(workload.requests)
-    if options.duration_s:
-        requests = [request for request in requests if (request.due_s or 0.0) < options.duration_s]
-        if not requests:
-            raise ConfigError(f"no request is due within duration_s {options.duration_s:g}")
-    return dataclasses.replace(workload.renumbered(requests), name=f"{workload.name}, {how}")
+    requests = [
+        request
+        for request in workload.requests
+        if not options.duration_s or (request.due_s or 0.0) < options.duration_s
+    ]
+    if not requests:
+        raise ConfigError(f"no request is due within duration_s {options.duration_s:g}")
+    return dataclasses.replace(workload, requests=in_order(requests), name=f"{workload.name}, {how}")
 
 
 def _opened(options: WorkloadOptions) -> tuple[TraceRead, str]:

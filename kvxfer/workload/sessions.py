@@ -145,7 +145,8 @@ def grouped(
     made: list[WorkloadRequest] = []
     for rows in sessions.values():
         if len(rows) == 1:
-            made.append(dataclasses.replace(rows[0][0], think_s=0.0, turn=0))
+            only = rows[0][0]
+            made.append(dataclasses.replace(only, think_s=0.0, turn=0) if only.think_s or only.turn else only)
             continue
         if all(request.due_s is not None for request, _, _ in rows):
             rows.sort(key=lambda row: row[0].due_s or 0.0)
