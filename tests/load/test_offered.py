@@ -209,6 +209,7 @@ def test_bytes_that_are_no_text_are_a_sentence(tmp_path: pathlib.Path) -> None:
         ({"trace": AZURE, "arrival": ArrivalKind.POISSON, "speedup": 2.0}, "speedup is of arrival trace"),
         ({"trace": AZURE, "duration_s": 0.0, "prompt_scale": 1e5}, "more than 16777216 tokens"),
         ({"trace": AZURE, "trace_format": "burstgpt"}, "line 1: the header must have Timestamp"),
+        ({"trace": AZURE, "trace_format": "parquet"}, "one of the formats mooncake, azure"),
         ({"trace": str(TRACES)}, "is no directory of ServeGen's"),
         ({"trace": str(TRACES), "trace_format": "azure"}, "only servegen has directories"),
         ({"rate": 0.001, "duration_s": 0.001}, "no request is due within"),

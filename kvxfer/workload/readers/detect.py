@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.workload.readers.csv_rows import read_azure, read_burstgpt
 from kvxfer.workload.readers.json_rows import read_json_prompts, read_mooncake
 from kvxfer.workload.readers.rows import TraceRead, TraceRow, TraceRowError, numbered, tokens_of_text, trace_of
@@ -65,7 +66,10 @@ def peeked(lines: Iterable[str]) -> tuple[str, Iterator[str]]:
 def read_trace(
     lines: Iterable[str], format_name: str = "auto", *, rows_max: int = REQUESTS_MAX, output_tokens: int = 64
 ) -> TraceRead:
-    """A trace of any format but ServeGen, which has two files for each client. Raises TraceRowError."""
+    """A trace of any format but ServeGen, which has two files for each client. Raises TraceRowError, and
+    InvalidArgumentError for a format that does not exist."""
+    if format_name not in ("auto", *FORMATS):
+        raise InvalidArgumentError(f"a trace has one of the formats {', '.join(FORMATS)}, not {format_name!r:.80}")
     first, every = peeked(lines)
     if not first:
         raise TraceRowError(1, "", "the trace is empty")
