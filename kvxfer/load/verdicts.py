@@ -1,0 +1,199 @@
+"""Whether a run can be believed, and what stands out in it: named verdicts, each with a sentence.
+
+Decides which findings make a command fail: those that say that the run did not measure what it claims to. That a server
+is slow or fails requests is a result, and no failure of the run. It must never print, or know which command asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvxfer.load.intervals import percentile
+from kvxfer.load.judge import RunSummary
+from kvxfer.load.record import NOT_SENT, MeasuredRequest
+from kvxfer.load.run import LoadRun
+from kvxfer.load.stationarity import Stationarity
+
+LATE_FLOOR_S = 0.002
+LATE_SHARE = 0.02
+"""Of the median TTFT since sent."""
+DELIVERY_BLOCK_S = 10.0
+DELIVERY_SHARE = 0.005
+DELIVERY_SLACK_S = 0.1
+"""A request that is sent later than this after it was due was not delivered at its time."""
+BEYOND_MIN = 10
+"""Requests that must be expected beyond a quantile before it is more than luck."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunVerdict:
+    """One finding."""
+
+    name: str
+    """Stable, for programs."""
+    sentence: str
+    is_failure: bool
+    """The run did not measure what it claims to: a command must exit with an error."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> list[RunVerdict]:
+    """All findings, those that are failures first."""
+    found = [
+        _ending(run),
+        _late(run),
+        _undelivered(run),
+        _backlog(steadiness),
+        _worsening(steadiness),
+        _few(summary),
+        _failures(summary),
+        _missed(summary),
+    ]
+    return sorted((verdict for verdict in found if verdict is not None), key=lambda verdict: not verdict.is_failure)
+
+
+def has_failed(verdicts: Sequence[RunVerdict]) -> bool:
+    return any(verdict.is_failure for verdict in verdicts)
+
+
+ENDINGS = {
+    "interrupted": "The run was interrupted: what was due later is missing.",
+    "disk_full": "The disk was full: what was measured later is missing.",
+    "unreachable": "The server could not be reached.",
+}
+
+
+def _ending(run: LoadRun) -> RunVerdict | None:
+    if run.ended == "complete":
+        return None
+    return RunVerdict(run.ended, ENDINGS.get(run.ended, f"The run ended early: {run.ended}."), True)
+
+
+def lateness_limit_s(records: Sequence[MeasuredRequest]) -> float:
+    """How late the generator may be at its 99th percentile: 2 ms, or 2 % of the median TTFT since sent."""
+    times = sorted(record.ttft_since_sent_s for record in records if math.isfinite(record.ttft_since_sent_s))
+    return max(LATE_FLOOR_S, LATE_SHARE * percentile(times, 0.5)) if times else LATE_FLOOR_S
+
+
+def _late(run: LoadRun) -> RunVerdict | None:
+    late = sorted(value for record in run.counted if (value := record.lateness_s) is not None)
+    if not late:
+        return None
+    limit, measured = lateness_limit_s(run.counted), percentile(late, 0.99)
+    if measured <= limit:
+        return None
+    return RunVerdict(
+        "generator_late",
+        f"The generator was late: 1 % of the requests were sent more than {measured * 1e3:.1f} ms after they were due, "
+        f"and at most {limit * 1e3:.1f} ms are allowed. The measured times contain the generator's own delay.",
+        True,
+    )
+
+
+def is_unsent(record: MeasuredRequest) -> bool:
+    """It was due and never tried. A later turn of a session that had broken was not due."""
+    return record.error == NOT_SENT and record.turn == 0
+
+
+def _undelivered(run: LoadRun) -> RunVerdict | None:
+    """In each 10 s, of the requests due. One that was sent too late is not counted alone: a single one is more than
+    the share wherever few are due.
+    """
+    begin, _ = run.window_s
+    due: Counter[int] = Counter()
+    unsent: Counter[int] = Counter()
+    missing: Counter[int] = Counter()
+    for record in run.counted:
+        place = int((record.due_s - begin) // DELIVERY_BLOCK_S)
+        due[place] += 1
+        unsent[place] += is_unsent(record)
+        missing[place] += is_unsent(record) or (record.lateness_s or 0.0) > DELIVERY_SLACK_S
+    short = [
+        place
+        for place, count in due.items()
+        if unsent[place] > DELIVERY_SHARE * count or missing[place] > max(1.0, DELIVERY_SHARE * count)
+    ]
+    if not short:
+        return None
+    worst = max(short, key=lambda place: missing[place] / due[place])
+    return RunVerdict(
+        "undelivered",
+        f"The offered load was not delivered: in {len(short)} of {len(due)} spans of {DELIVERY_BLOCK_S:.0f} s more "
+        f"than {DELIVERY_SHARE:.1%} of the requests due were not sent within {DELIVERY_SLACK_S * 1e3:.0f} ms; worst "
+        f"{missing[worst]} of {due[worst]}, {worst * DELIVERY_BLOCK_S:.0f} s after the window began.",
+        True,
+    )
+
+
+def _backlog(steadiness: Stationarity) -> RunVerdict | None:
+    if not steadiness.is_growing or steadiness.growth_per_s is None:
+        return None
+    return RunVerdict(
+        "backlog_grows",
+        f"The backlog grows: {steadiness.growth_per_s:.2f} more requests were in flight each second, so the rate is "
+        "above what the server holds, and the latencies depend on how long the run lasted.",
+        False,
+    )
+
+
+def _worsening(steadiness: Stationarity) -> RunVerdict | None:
+    first, second = steadiness.attainment_first, steadiness.attainment_second
+    if not steadiness.is_worsening or first is None or second is None:
+        return None
+    return RunVerdict(
+        "worsens",
+        f"The second half of the run was worse than the first: {second:.1%} of the requests met the limits, and "
+        f"{first:.1%} before.",
+        False,
+    )
+
+
+def requests_for(share: float) -> int:
+    """How many requests a quantile needs so that BEYOND_MIN are expected beyond it; of 1, 300: if none of them misses,
+    at most 1 % do, with 95 % (the rule of three).
+    """
+    return math.ceil(BEYOND_MIN / (1 - share) - 1e-9) if share < 1 else 300
+
+
+def _few(summary: RunSummary) -> RunVerdict | None:
+    target = summary.attainment_target
+    needed = requests_for(target)
+    if summary.due >= needed:
+        return None
+    bounds = f"{summary.attainment.low:.1%} to {summary.attainment.high:.1%}"
+    return RunVerdict(
+        "too_few_requests",
+        f"{summary.due} requests are too few to tell {target:.1%} from less: {needed} are needed. The attainment is "
+        f"{bounds} with 95 %.",
+        False,
+    )
+
+
+def _failures(summary: RunSummary) -> RunVerdict | None:
+    count = sum(summary.failed.values())
+    if not count:
+        return None
+    names = ", ".join(f"{name} {number}" for name, number in sorted(summary.failed.items(), key=lambda one: -one[1]))
+    return RunVerdict(
+        "failures",
+        f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.",
+        False,
+    )
+
+
+def _missed(summary: RunSummary) -> RunVerdict | None:
+    if not summary.due or summary.is_attained:
+        return None
+    share = summary.attainment
+    return RunVerdict(
+        "attainment_missed",
+        f"{share.share:.1%} of the requests due were good ({share.low:.1%} to {share.high:.1%} with 95 %), and "
+        f"{summary.attainment_target:.1%} were asked for.",
+        False,
+    )

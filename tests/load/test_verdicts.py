@@ -1,0 +1,107 @@
+"""Whether a run can be believed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvxfer.load.judge import summarize
+from kvxfer.load.limits import LatencyLimits
+from kvxfer.load.record import MeasuredRequest
+from kvxfer.load.run import LoadRun
+from kvxfer.load.stationarity import stationarity
+from kvxfer.load.verdicts import RunVerdict, has_failed, judge_run, requests_for
+from tests.support.load_queues import queue_run
+from tests.support.load_records import answered, failed, run_of
+
+LIMITS = LatencyLimits.parse("ttft:200")
+
+
+def verdicts(run: LoadRun, attainment: float = 0.9) -> dict[str, RunVerdict]:
+    found = judge_run(run, summarize(run, LIMITS, attainment), stationarity(run, LIMITS))
+    json.dumps([verdict.to_json() for verdict in found])
+    assert all(verdict.sentence.endswith(".") for verdict in found)
+    assert [verdict.is_failure for verdict in found] == sorted((one.is_failure for one in found), reverse=True)
+    assert has_failed(found) == any(verdict.is_failure for verdict in found)
+    return {verdict.name: verdict for verdict in found}
+
+
+def even(count: int = 1000, **more: object) -> list[MeasuredRequest]:
+    return [answered(number, number / 100, **more) for number in range(count)]
+
+
+def test_a_good_run_has_no_verdict() -> None:
+    assert verdicts(run_of(even())) == {}
+
+
+def test_a_late_generator_fails_the_run() -> None:
+    records = [answered(n, n / 100, sent_s=n / 100 + (0.004 if n % 50 == 0 else 0.0)) for n in range(1000)]
+    found = verdicts(run_of(records))
+    assert {*found} == {"generator_late"}
+    assert found["generator_late"].is_failure
+    assert "4.0 ms" in found["generator_late"].sentence
+
+
+def test_two_percent_of_the_first_tokens_time_is_allowed() -> None:
+    slow, fast = even(ttft_s=0.19), even(ttft_s=0.1)
+    for record in slow + fast:
+        record.sent_s = record.due_s + 0.0035
+    assert verdicts(run_of(slow)) == {}
+    assert {*verdicts(run_of(fast))} == {"generator_late"}
+
+
+def test_one_late_request_of_a_thousand_is_no_late_generator() -> None:
+    assert verdicts(run_of([answered(n, n / 100, sent_s=n / 100 + (0.5 if n == 7 else 0)) for n in range(1000)])) == {}
+
+
+def test_requests_that_were_not_sent_fail_the_run() -> None:
+    records = [failed(n, n / 100, "not_sent", sent_s=None) if 300 <= n < 306 else one for n, one in enumerate(even())]
+    found = verdicts(run_of(records))
+    assert {*found} == {"undelivered", "failures"}
+    assert found["undelivered"].is_failure
+    assert "6 of 1000" in found["undelivered"].sentence
+    assert not found["failures"].is_failure
+
+
+def test_a_stall_of_the_generator_is_not_hidden_by_the_rest_of_the_run() -> None:
+    records = [answered(n, n / 100, sent_s=max(n / 100, 11.0) if 1000 <= n < 1100 else n / 100) for n in range(6000)]
+    assert {"undelivered", "generator_late"} <= {*verdicts(run_of(records, 60.0))}
+
+
+def test_turns_of_a_broken_session_are_the_servers_failure() -> None:
+    records = [failed(n, n / 100, "not_sent", sent_s=None, turn=1) if n < 20 else one for n, one in enumerate(even())]
+    assert {*verdicts(run_of(records))} == {"failures"}
+
+
+def test_failures_of_the_server_are_a_result() -> None:
+    records = [failed(n, n / 100) if n % 20 == 0 else one for n, one in enumerate(even())]
+    found = verdicts(run_of(records))
+    assert {*found} == {"failures"}
+    assert "50 of 1000 requests failed (status_503 50)" in found["failures"].sentence
+
+
+def test_attainment_that_is_missed_is_told() -> None:
+    found = verdicts(run_of([answered(n, n / 100, ttft_s=0.3 if n % 5 == 0 else 0.1) for n in range(1000)]))
+    assert {*found} == {"attainment_missed"}
+    assert "80.0%" in found["attainment_missed"].sentence
+
+
+@pytest.mark.parametrize(("share", "needed"), [(0.5, 20), (0.9, 100), (0.99, 1000), (1.0, 300)])
+def test_a_quantile_needs_requests_beyond_it(share: float, needed: int) -> None:
+    assert requests_for(share) == needed
+
+
+def test_too_few_requests_are_told() -> None:
+    assert {*verdicts(run_of(even(99)))} == {"too_few_requests"}
+    assert verdicts(run_of(even(100))) == {}
+    assert {*verdicts(run_of(even(100)), 0.99)} == {"too_few_requests"}
+
+
+def test_a_run_above_capacity_is_told() -> None:
+    assert "backlog_grows" in verdicts(queue_run(30.0, 20.0, 900, warmup=90, seed=1))
+
+
+@pytest.mark.parametrize("ended", ["interrupted", "disk_full", "unreachable", "something_new"])
+def test_a_run_that_ended_early_has_failed(ended: str) -> None:
+    assert verdicts(run_of(even(), ended=ended))[ended].is_failure
