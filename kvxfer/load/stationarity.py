@@ -107,7 +107,7 @@ def stationarity(run: LoadRun, limits: LatencyLimits) -> Stationarity:
     place = np.searchsorted(edges, [record.due_s for record in counted], side="right") - 1
     place = np.clip(place, 0, BLOCKS - 1)
     due = np.bincount(place, minlength=BLOCKS).astype(float)
-    good = np.bincount(place, [limits.is_met(record) for record in counted], minlength=BLOCKS)
+    good = np.bincount(place, [limits.is_met(record) for record in counted], minlength=BLOCKS).astype(float)
     first, second, loss_low = _halves(good, due)
     return Stationarity(
         in_flight=tuple(float(value) for value in in_flight),
