@@ -25,6 +25,8 @@ DELIVERY_BLOCK_S = 10.0
 DELIVERY_SHARE = 0.005
 DELIVERY_SLACK_S = 0.1
 """A request that is sent later than this after it was due was not delivered at its time."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
+"""The driver's error of a request that was beyond the connections it may open."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -65,6 +67,7 @@ def has_failed(verdicts: Sequence[RunVerdict]) -> bool:
 ENDINGS = {
     "interrupted": "The run was interrupted: what was due later is missing.",
     "disk_full": "The disk was full: what was measured later is missing.",
+    "driver_lost": "A sending process ended before its time: what it measured is missing.",
     "unreachable": "The server could not be reached.",
 }
 
@@ -97,8 +100,8 @@ def _late(run: LoadRun) -> RunVerdict | None:
 
 
 def is_unsent(record: MeasuredRequest) -> bool:
-    """It was due and never tried. A later turn of a session that had broken was not due."""
-    return record.error == NOT_SENT and record.turn == 0
+    """It was due and the generator never tried it. A later turn of a session that had broken was not due."""
+    return record.error == TOO_MANY_CONNECTIONS or (record.error == NOT_SENT and record.turn == 0)
 
 
 def _undelivered(run: LoadRun) -> RunVerdict | None:

@@ -1,0 +1,335 @@
+"""The highest rate at which enough requests are good.
+
+Each probe is a run at one rate, with a seed and a salt of its own, so that no prefix cache helps from one to the next.
+Rates are doubled or halved until one passed and one failed; then each probe is put where the crossing still can be, now
+a little below, now a little above it (``crossing`` says where that is). The search ends when the rate is known well
+enough, or when its probes are used up. A probe passes if its attainment is at least the target and its backlog does not
+grow.
+
+Decides which rate is probed next, and what all probes say. It must never know how a probe is made: the caller runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvxfer.config import check_positive
+from kvxfer.errors import ConfigError
+from kvxfer.load.crossing import CrossingPosterior, RateBounds
+from kvxfer.load.judge import RunSummary, answered_within, summarize
+from kvxfer.load.limits import LatencyLimits
+from kvxfer.load.run import LoadRun
+from kvxfer.load.stationarity import Stationarity, stationarity
+from kvxfer.load.verdicts import RunVerdict, judge_run
+from kvxfer.workload.request import REQUESTS_MAX
+
+STEP_MAX = 2.0
+"""The next rate is at most so many times the highest so far, and not less than the lowest divided by it."""
+ALONE_IN_FLIGHT = 0.5
+"""With fewer requests in flight, on average, none waits for another."""
+TURNS = (0.15, 0.85)
+"""Quantiles of the crossing at which it is probed by turns."""
+DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
+"""How likely it is that a backlog does not grow although the run said so; the second, where a larger share of the
+requests due than the third piled up."""
+DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
+"""How likely it is that a backlog does not grow although the run said so; the second, where a larger share of the
+requests due than the third piled up."""
+CAME_DEVIATIONS = 3.0
+"""So far can the rate of a probe be from the asked one, in standard deviations of a Poisson count."""
+LATE_PROBES_MAX = 2
+LATE_STEP = 0.85
+"""After a probe with a late generator, rates stay below this share of its own."""
+RANGE = 1024.0
+"""A crossing is sought at most so far from the first rate, both ways."""
+
+
+def _help(text: str) -> dict[str, Any]:
+    return {"help": text}
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """How the rate is sought."""
+
+    start_rate: float = dataclasses.field(default=1.0, metadata=_help("requests/s of the first probe: a guess"))
+    rate_min: float = dataclasses.field(default=0.0, metadata=_help("no lower rate is probed; 0: start-rate/1024"))
+    rate_max: float = dataclasses.field(default=0.0, metadata=_help("no higher rate is probed; 0: start-rate*1024"))
+    probes_max: int = dataclasses.field(default=8, metadata=_help("runs at most"))
+    probe_requests: int = dataclasses.field(default=900, metadata=_help("of each probe"))
+    probe_warmup: int = dataclasses.field(default=0, metadata=_help("of each probe; 0: a fifth of its requests"))
+    probe_s_max: float = dataclasses.field(
+        default=600.0, metadata=_help("a probe at a low rate has fewer requests, at least 100, so as to be no longer")
+    )
+    precision: float = dataclasses.field(
+        default=0.02, metadata=_help("the search ends when the rate is known to within this share of itself")
+    )
+
+    def __post_init__(self) -> None:
+        check_positive("start_rate", self.start_rate, maximum=1e6)
+        check_positive("probes_max", self.probes_max, maximum=100)
+        check_positive("probe_s_max", self.probe_s_max, maximum=86400)
+        check_positive("precision", self.precision, maximum=1)
+        if not 100 <= self.probe_requests <= REQUESTS_MAX:
+            raise ConfigError(f"probe_requests must be 100 to {REQUESTS_MAX}, not {self.probe_requests}")
+        if not 0 <= self.probe_warmup <= REQUESTS_MAX:
+            raise ConfigError(f"probe_warmup must be 0 to {REQUESTS_MAX}, not {self.probe_warmup}")
+        for name in ("rate_min", "rate_max"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise ConfigError(f"{name} must be 0 to 1000000, not {getattr(self, name)}")
+        if not self.lowest <= self.start_rate <= self.highest or not self.lowest < self.highest:
+            raise ConfigError("start_rate must be between rate_min and rate_max, and these must differ")
+
+    @property
+    def lowest(self) -> float:
+        return self.rate_min or self.start_rate / RANGE
+
+    @property
+    def highest(self) -> float:
+        return self.rate_max or self.start_rate * RANGE
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchProbe:
+    """One run that is asked for."""
+
+    number: int
+    """From 1."""
+    rate: float
+    """Requests due per second, Poisson."""
+    requests: int
+    warmup: int
+    seed: int
+    salt: str
+    """Of the prompts: no two probes have the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeResult:
+    """What one probe said."""
+
+    probe: SearchProbe
+    summary: RunSummary
+    steadiness: Stationarity
+    verdicts: tuple[RunVerdict, ...]
+    passed: bool
+    """Its attainment is at least the target, its backlog does not grow, and it can be believed."""
+    is_believed: bool
+    """The generator was in time and the run complete."""
+
+    def to_json(self) -> dict[str, Any]:
+        share = self.summary.attainment
+        return {
+            **dataclasses.asdict(self.probe),
+            "attainment": share.share,
+            "attainment_low": share.low,
+            "attainment_high": share.high,
+            "due": share.total,
+            "good": share.good,
+            "answered_per_s": self.summary.answered_per_s,
+            "is_stationary": self.steadiness.is_stationary,
+            "passed": self.passed,
+            "is_believed": self.is_believed,
+            "verdicts": [verdict.to_json() for verdict in self.verdicts],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """The answer of a search, or why there is none."""
+
+    rate: float | None
+    """The highest rate at which the target is met; None: see ``reason``."""
+    low: float | None
+    high: float | None
+    """95 % bounds of the rate, widened to the nearest probes on both sides where these lie farther inside."""
+    below: float | None
+    """Neighbours of the crossing: the nearest probe that passed, and the nearest that failed above it."""
+    above: float | None
+    probes: tuple[ProbeResult, ...]
+    reason: str
+    """Stable name of why there is no rate; empty: there is one."""
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("rate", "low", "high", "below", "above", "reason", "sentence")
+        return {**{name: getattr(self, name) for name in names}, "probes": [one.to_json() for one in self.probes]}
+
+
+def search(
+    run_at: Callable[[SearchProbe], LoadRun],
+    limits: LatencyLimits,
+    attainment: float,
+    options: SearchOptions,
+    *,
+    seed: int = 0,
+) -> SearchResult:
+    """Probe with ``run_at`` until the highest rate is known at which a share of ``attainment`` of the requests meets
+    ``limits``. Raises ConfigError for an attainment that no number of requests can show: 1.
+    """
+    if not 0 < attainment < 1:
+        raise ConfigError(f"a search needs an attainment above 0 and below 1, not {attainment}")
+    plan = SearchPlan(limits, attainment, options, seed)
+    while (probe := plan.next_probe()) is not None:
+        plan.note(probe, run_at(probe))
+    return plan.result()
+
+
+def _came(probe: SearchProbe, summary: RunSummary) -> float:
+    """The rate at which requests really came: by chance it differs from the asked one, by 3 % with 900 of them, and
+    what was slow or fast is due to it.
+    """
+    bound = CAME_DEVIATIONS / math.sqrt(max(1, summary.due))
+    return min(max(summary.offered_per_s, probe.rate * (1 - bound)), probe.rate * (1 + bound))
+
+
+class SearchPlan:
+    """A search that is under way: ask :meth:`next_probe`, run it, :meth:`note` it, until there is none."""
+
+    def __init__(self, limits: LatencyLimits, attainment: float, options: SearchOptions, seed: int) -> None:
+        self._limits = limits
+        self._attainment = attainment
+        self._options = options
+        self._seed = seed
+        self._highest = options.highest
+        self._posterior = CrossingPosterior(options.lowest, options.highest, attainment)
+        self._done: list[ProbeResult] = []
+        self._stopped: tuple[str, str] | None = None
+        """(reason, sentence), where going on is of no use."""
+
+    def next_probe(self) -> SearchProbe | None:
+        """The run that is to be made now; None: the search is over."""
+        options = self._options
+        if self._stopped or len(self._done) >= options.probes_max:
+            return None
+        number = len(self._done) + 1
+        rate = self._next_rate()
+        if rate is None:
+            return None
+        requests = int(min(options.probe_requests, max(100, rate * options.probe_s_max)))
+        warmup = min(options.probe_warmup or -(-options.probe_requests // 5), max(20, requests // 2))
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        return SearchProbe(number, rate, requests, warmup, seed, f"search-{self._seed}-{number}")
+
+    def note(self, probe: SearchProbe, run: LoadRun) -> None:
+        """What came of ``probe``."""
+        summary = summarize(run, self._limits, self._attainment)
+        steadiness = stationarity(run, self._limits)
+        verdicts = tuple(judge_run(run, summary, steadiness))
+        failure = next((verdict for verdict in verdicts if verdict.is_failure), None)
+        is_met = summary.is_attained and not steadiness.is_growing and not steadiness.is_worsening
+        self._done.append(ProbeResult(probe, summary, steadiness, verdicts, is_met and not failure, not failure))
+        if run.ended != "complete":
+            self._stopped = run.ended, failure.sentence if failure else ""
+        elif failure:
+            self._note_late(probe, failure)
+        else:
+            self._note_measured(probe, run, summary, steadiness)
+
+    def _note_late(self, probe: SearchProbe, failure: RunVerdict) -> None:
+        self._highest = min(self._highest, probe.rate * LATE_STEP)
+        late = sum(not one.is_believed for one in self._done)
+        best = max((one.probe.rate for one in self._done if one.passed), default=0.0)
+        if late >= LATE_PROBES_MAX or self._highest <= max(best, self._options.lowest):
+            self._stopped = (
+                failure.name,
+                f"At {probe.rate:.3g} requests/s the load was not what was asked for. " + (failure.sentence),
+            )
+
+    def _note_measured(self, probe: SearchProbe, run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> None:
+        share = summary.attainment.share
+        if steadiness.is_growing:
+            begin, end = run.window_s
+            middle = (begin + end) / 2
+            answers = answered_within(run.records, middle, end)
+            if answers:
+                is_plain = (steadiness.growth_share or 0.0) > GROWTH_PLAIN
+                doubt = DOUBT_PLAIN if is_plain else DOUBT
+                self._posterior.note_served(min(answers / (end - middle), probe.rate), answers, doubt)
+        if not steadiness.is_growing or share < self._attainment:
+            effect = summary.due / max(1.0, steadiness.effective_requests)
+            self._posterior.note_share(_came(probe, summary), share, summary.due, effect)
+        in_flight = summary.answered_per_s * (summary.of_successful["e2e"].mean or 0.0)
+        if share < self._attainment and steadiness.is_stationary and in_flight <= ALONE_IN_FLIGHT:
+            self._stopped = (
+                "too_slow_alone",
+                f"Even at {probe.rate:.3g} requests/s, where hardly a request waits for another, only {share:.1%} of "
+                "the requests were good: no rate meets the limits.",
+            )
+        elif share < self._attainment and probe.rate <= self._options.lowest * 1.001:
+            self._stopped = (
+                "lowest_rate_fails",
+                f"Even at the lowest rate, {probe.rate:.3g} requests/s, only {share:.1%} of the requests were good.",
+            )
+        elif self._done[-1].passed and probe.rate >= self._options.highest * 0.999:
+            self._stopped = (
+                "highest_rate_passes",
+                f"At the highest rate, {probe.rate:.3g} requests/s, the target is still met: the server holds more.",
+            )
+
+    def _next_rate(self) -> float | None:
+        believed = [one for one in self._done if one.is_believed]
+        lowest, highest = self._options.lowest, self._highest
+        if not believed:
+            return min(self._options.start_rate, highest)
+        rates = [one.probe.rate for one in believed]
+        passed = [one.probe.rate for one in believed if one.passed]
+        if passed and len(passed) < len(believed):
+            if self._is_known():
+                return None
+            rate = self._posterior.quantile(TURNS[len(believed) % 2])
+        else:
+            rate = self._posterior.quantile(0.5)
+            if not passed and self._posterior.quantile(0.1) < lowest * 1.1:
+                rate = lowest
+            elif passed and self._posterior.quantile(0.9) > highest / 1.1:
+                rate = highest
+        return min(max(rate, min(rates) / STEP_MAX, lowest), max(rates) * STEP_MAX, highest)
+
+    def _is_known(self) -> bool:
+        bounds = self._posterior.bounds()
+        below, above = self._neighbours(bounds.rate)
+        return below is not None and above is not None and bounds.half_width <= self._options.precision
+
+    def _neighbours(self, rate: float) -> tuple[float | None, float | None]:
+        believed = [one for one in self._done if one.is_believed]
+        below = [one.probe.rate for one in believed if one.passed and one.probe.rate <= rate * 1.02]
+        above = [one.probe.rate for one in believed if not one.passed and one.probe.rate >= rate * 0.98]
+        return max(below, default=None), min(above, default=None)
+
+    def result(self) -> SearchResult:
+        """What all probes say."""
+        bounds = self._posterior.bounds()
+        below, above = self._neighbours(bounds.rate)
+        if below is not None and above is not None:
+            return self._answer(bounds, below, above)
+        reason, sentence = self._stopped or self._unbracketed()
+        return SearchResult(None, None, None, below, above, tuple(self._done), reason, sentence)
+
+    def _answer(self, bounds: RateBounds, below: float, above: float) -> SearchResult:
+        low, high = bounds.low, bounds.high
+        sentence = (
+            f"The server holds {bounds.rate:.4g} requests/s ({low:.4g} to {high:.4g} with 95 %) at an attainment of "
+            f"{self._attainment:.1%}; {below:.4g} requests/s passed and {above:.4g} failed."
+        )
+        return SearchResult(bounds.rate, low, high, below, above, tuple(self._done), "", sentence)
+
+    def _unbracketed(self) -> tuple[str, str]:
+        believed = [one for one in self._done if one.is_believed]
+        rates = [one.probe.rate for one in believed]
+        if not believed:
+            return "generator_late", "The generator was late in each probe."
+        if any(one.passed for one in believed):
+            return (
+                "no_rate_fails",
+                f"The target is still met at {max(rates):.3g} requests/s, the highest that was probed.",
+            )
+        return (
+            "no_rate_passes",
+            f"The target is not met even at {min(rates):.3g} requests/s, the lowest that was probed.",
+        )
