@@ -4,7 +4,8 @@ A mock engine runs the step model on a real clock. The same model without a cloc
 Poisson rate it holds within the limits. Then the search runs against the real process, through the native driver, with
 two seeds. A search takes about ten minutes; the machine must be idle, or the generator is late.
 
-    python benchmarks/load_search.py [--seeds 1,2] [--requests 900] [--exact-requests 100000] [--model-only]
+    python benchmarks/load_search.py [--seeds 1,2] [--requests 900] [--exact-requests 100000] [--exact-rate 0]
+                                     [--model-only]
 
 ``--model-only`` searches on the virtual clock instead: without a driver, and in a minute, over as many seeds as asked.
 """
@@ -15,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 import time
@@ -57,7 +57,8 @@ def workload(probe: SearchProbe) -> Workload:
 
 
 def window(probe: SearchProbe, sent: Workload) -> tuple[float, float]:
-    return sent.requests[probe.warmup].due_s or 0.0, math.nextafter(sent.span_s, math.inf)
+    """A microsecond wider than the due times, which a record may have rounded."""
+    return (sent.requests[probe.warmup].due_s or 0.0) - 1e-6, sent.span_s + 1e-6
 
 
 def exact_capacity(requests: int) -> float:
@@ -154,10 +155,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=900)
     parser.add_argument("--start-rate", type=float, default=8.0)
     parser.add_argument("--exact-requests", type=int, default=100_000)
+    parser.add_argument("--exact-rate", type=float, default=0.0, help="known already; 0: compute it")
     parser.add_argument("--model-only", action="store_true")
     args = parser.parse_args()
     began = time.monotonic()
-    exact = exact_capacity(args.exact_requests)
+    exact = args.exact_rate or exact_capacity(args.exact_requests)
     took = round(time.monotonic() - began, 1)
     print(json.dumps({"exact_requests_per_s": round(exact, 3), "limits": str(LIMITS), "took_s": took}), flush=True)
     options = SearchOptions(start_rate=args.start_rate, probe_requests=args.requests)

@@ -42,9 +42,9 @@ DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
 requests due than the third piled up."""
 CAME_DEVIATIONS = 3.0
 """So far can the rate of a probe be from the asked one, in standard deviations of a Poisson count."""
-LATE_PROBES_MAX = 2
+LATE_PROBES_MAX = 3
 LATE_STEP = 0.85
-"""After a probe with a late generator, rates stay below this share of its own."""
+"""After a probe with a late generator, rates stay below this share of its own, unless a higher one was in time."""
 RANGE = 1024.0
 """A crossing is sought at most so far from the first rate, both ways."""
 
@@ -141,19 +141,19 @@ class ProbeResult:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The answer of a search, or why there is none."""
+    """The answer of a search, and why there is none, or not the whole."""
 
     rate: float | None
     """The highest rate at which the target is met; None: see ``reason``."""
     low: float | None
     high: float | None
-    """95 % bounds of the rate, widened to the nearest probes on both sides where these lie farther inside."""
+    """95 % bounds of the rate, by all probes."""
     below: float | None
     """Neighbours of the crossing: the nearest probe that passed, and the nearest that failed above it."""
     above: float | None
     probes: tuple[ProbeResult, ...]
     reason: str
-    """Stable name of why there is no rate; empty: there is one."""
+    """Stable name of why there is no rate, or why the search ended before its time; empty: there is one, in full."""
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
@@ -232,7 +232,8 @@ class SearchPlan:
             self._note_measured(probe, run, summary, steadiness)
 
     def _note_late(self, probe: SearchProbe, failure: RunVerdict) -> None:
-        self._highest = min(self._highest, probe.rate * LATE_STEP)
+        if not any(one.is_believed and one.probe.rate >= probe.rate for one in self._done):
+            self._highest = min(self._highest, probe.rate * LATE_STEP)
         late = sum(not one.is_believed for one in self._done)
         best = max((one.probe.rate for one in self._done if one.passed), default=0.0)
         if late >= LATE_PROBES_MAX or self._highest <= max(best, self._options.lowest):
@@ -254,8 +255,7 @@ class SearchPlan:
         if not steadiness.is_growing or share < self._attainment:
             effect = summary.due / max(1.0, steadiness.effective_requests)
             self._posterior.note_share(_came(probe, summary), share, summary.due, effect)
-        in_flight = summary.answered_per_s * (summary.of_successful["e2e"].mean or 0.0)
-        if share < self._attainment and steadiness.is_stationary and in_flight <= ALONE_IN_FLIGHT:
+        if self._is_too_slow_alone():
             self._stopped = (
                 "too_slow_alone",
                 f"Even at {probe.rate:.3g} requests/s, where hardly a request waits for another, only {share:.1%} of "
@@ -271,6 +271,19 @@ class SearchPlan:
                 "highest_rate_passes",
                 f"At the highest rate, {probe.rate:.3g} requests/s, the target is still met: the server holds more.",
             )
+
+    def _is_too_slow_alone(self) -> bool:
+        """The last probe failed although hardly a request waited for another. Where errors made it fail, twice: a
+        server that sheds load answers soon too.
+        """
+        failed = []
+        for one in self._done:
+            in_flight = one.summary.answered_per_s * (one.summary.of_successful["e2e"].mean or 0.0)
+            is_alone = one.steadiness.is_stationary and in_flight <= ALONE_IN_FLIGHT
+            failed.append(one.is_believed and not one.summary.is_attained and is_alone)
+        last = self._done[-1].summary
+        are_errors = last.due - last.answered > last.answered - last.good
+        return failed[-1] and (not are_errors or sum(failed) > 1)
 
     def _next_rate(self) -> float | None:
         believed = [one for one in self._done if one.is_believed]
@@ -292,15 +305,17 @@ class SearchPlan:
         return min(max(rate, min(rates) / STEP_MAX, lowest), max(rates) * STEP_MAX, highest)
 
     def _is_known(self) -> bool:
-        bounds = self._posterior.bounds()
-        below, above = self._neighbours(bounds.rate)
-        return below is not None and above is not None and bounds.half_width <= self._options.precision
+        return self._posterior.bounds().half_width <= self._options.precision
 
     def _neighbours(self, rate: float) -> tuple[float | None, float | None]:
-        believed = [one for one in self._done if one.is_believed]
-        below = [one.probe.rate for one in believed if one.passed and one.probe.rate <= rate * 1.02]
-        above = [one.probe.rate for one in believed if not one.passed and one.probe.rate >= rate * 0.98]
-        return max(below, default=None), min(above, default=None)
+        """The nearest probes that passed below ``rate`` and failed above it. By chance there may be none on that side:
+        then the nearest on the other.
+        """
+        passed = [one.probe.rate for one in self._done if one.is_believed and one.passed]
+        failed = [one.probe.rate for one in self._done if one.is_believed and not one.passed]
+        below = max((one for one in passed if one <= rate), default=min(passed, default=None))
+        above = min((one for one in failed if one >= rate), default=max(failed, default=None))
+        return below, above
 
     def result(self) -> SearchResult:
         """What all probes say."""
@@ -317,7 +332,10 @@ class SearchPlan:
             f"The server holds {bounds.rate:.4g} requests/s ({low:.4g} to {high:.4g} with 95 %) at an attainment of "
             f"{self._attainment:.1%}; {below:.4g} requests/s passed and {above:.4g} failed."
         )
-        return SearchResult(bounds.rate, low, high, below, above, tuple(self._done), "", sentence)
+        reason, why = self._stopped or ("", "")
+        return SearchResult(
+            bounds.rate, low, high, below, above, tuple(self._done), reason, f"{sentence} {why}".strip()
+        )
 
     def _unbracketed(self) -> tuple[str, str]:
         believed = [one for one in self._done if one.is_believed]

@@ -99,6 +99,7 @@ def test_limits_that_an_idle_server_misses_end_the_search_soon() -> None:
 def test_more_failures_than_the_target_allows_have_no_rate() -> None:
     result = found(failing=0.3, start=2.0)
     assert (result.rate, result.reason) == (None, "too_slow_alone")
+    assert len(result.probes) >= 2
 
 
 def test_the_highest_rate_that_may_be_asked_can_pass() -> None:
@@ -115,7 +116,7 @@ def test_the_lowest_rate_that_may_be_asked_can_fail() -> None:
 def test_a_late_generator_is_the_answer_where_it_is_always_late() -> None:
     result = found(late_s=0.05)
     assert (result.rate, result.reason) == (None, "generator_late")
-    assert len(result.probes) == 2
+    assert len(result.probes) == 3
     assert "late" in result.sentence
 
 
@@ -137,6 +138,26 @@ def test_an_interrupted_probe_ends_the_search() -> None:
 
     result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=9.0))
     assert (result.rate, result.reason, len(result.probes)) == (None, "interrupted", 1)
+
+
+def test_a_search_that_was_interrupted_later_says_what_it_knows() -> None:
+    def run_at(probe: SearchProbe) -> LoadRun:
+        run = probing(is_exponential=False)(probe)
+        run.ended = "interrupted" if probe.number == 6 else "complete"
+        return run
+
+    result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=9.0))
+    assert result.reason == "interrupted"
+    assert result.rate == pytest.approx(M_D_1_CAPACITY, rel=0.2)
+    assert result.sentence.endswith("The run was interrupted: what was due later is missing.")
+
+
+def test_a_server_that_sheds_load_is_asked_for_less() -> None:
+    def run_at(probe: SearchProbe) -> LoadRun:
+        return probing(failing=1.0 if probe.rate > 25 else 0.0, is_exponential=False)(probe)
+
+    result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=40.0))
+    assert result.rate == pytest.approx(M_D_1_CAPACITY, rel=0.12)
 
 
 def test_probes_at_low_rates_are_shorter() -> None:
