@@ -10,6 +10,7 @@ from typing import Any
 
 from kvxfer.openai.sse import CONTENT_TYPE, encode_object
 from kvxfer.router import headers
+from kvxfer.router.account import RequestAccount
 from kvxfer.router.apis import StreamStyle
 from kvxfer.serving.exchange import ClientExchange, Headers
 
@@ -43,6 +44,8 @@ class ClientAnswer:
         self._common = ((headers.REQUEST_ID.encode(), request_id.encode("latin-1")), *common)
         self._style = style
         self.retry_after_s = 1
+        self.account: RequestAccount | None = None
+        """What the client is told of its request, where it asked."""
         self.write: Callable[[bytes], None] = exchange.write
         """Bytes of whole events. The exchange's own: it is called for each piece of a stream."""
         self.chunk_writer = exchange.chunk_writer
@@ -67,6 +70,8 @@ class ClientAnswer:
         """A whole JSON answer."""
         content = body if isinstance(body, bytes) else encode_object(body)
         head = [_JSON, *self._common, *extra]
+        if self.account is not None:
+            head.append((headers.ACCOUNT_BYTES, self.account.header()))
         if status in RETRY_AFTER_STATUS:
             head.append((headers.RETRY_AFTER.encode(), b"%d" % self.retry_after_s))
         self.status = status
@@ -83,6 +88,10 @@ class ClientAnswer:
         self.status = status
         self._exchange.start(status, [*fields, *self._common])
 
+    def account_comment(self) -> bytes:
+        """What stands before the last event of a stream."""
+        return b"" if self.account is None else self.account.comment()
+
     def end(self) -> None:
         """The regular end of a stream."""
         self._exchange.end()
@@ -92,7 +101,7 @@ class ClientAnswer:
         if not self.is_started:
             self.json(status, self._style.error_answer(body), extra)
         elif not self.is_ended:
-            self._exchange.write(self._style.end_with_error(body))
+            self._exchange.write(self.account_comment() + self._style.end_with_error(body))
             self._exchange.end()
 
     async def give_up(self, status: int, body: dict[str, Any]) -> None:
@@ -100,7 +109,7 @@ class ClientAnswer:
         if not self.is_started or self.is_ended:
             self.fail(status, body)
             return
-        self._exchange.write(self._style.end_with_error(body))
+        self._exchange.write(self.account_comment() + self._style.end_with_error(body))
         if await self._exchange.drained(SLOW_CLIENT_S):
             self._exchange.end()
         else:  # before the end: a connection whose answer has ended is no longer this answer's to cut

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,7 @@ from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
-from kvxfer.router.legs import calling, forgo, is_array, is_object, kind_of, read
+from kvxfer.router.legs import calling, forgo, is_array, is_object, kind_of, log_failed, read
 from kvxfer.router.merge import MARKS, Merger
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
@@ -45,18 +44,12 @@ from kvxfer.router.tracing import AttemptTrace
 from kvxfer.router.usage import MARKS as USAGE_MARKS
 from kvxfer.types import TransferId
 
-log = logging.getLogger("kvxfer.router")
-
 PREFILL_ANSWER_WAIT_S = 0.5
 """How long the end of an answer waits for P's own words, once: they were sent before D could have the last block."""
 LOST_PREFILLER_WAIT_S = 0.1
 """How long an error of D's waits for that of a P that is gone."""
 OUTLIVES_S = 4.0
 """A dead worker is noticed within 3 s; one that is there after this has only hung up."""
-_GONE = frozenset(
-    {FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.UNREAD, FailureKind.LOST, FailureKind.GONE}
-)
-"""How a P's leg ends whose worker is gone."""
 
 
 class ClientLeft(Exception):
@@ -103,9 +96,12 @@ class Attempt:
         """The request as each leg carries it: in a trace, each names a span of its own."""
         self._trace: AttemptTrace | None = None
         if record.trace is not None:
-            self._trace = trace = record.trace.attempt(self._pair, self._dialect.name, placement.reason.value)
-            self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
-            self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
+            reason = placement.reason.value
+            self._trace = trace = record.trace.attempt(self._pair, self._dialect.name, reason, core.now())
+            trace.was_handed_over = handover is not None
+            if record.trace.is_sampled:
+                self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
+                self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
         self.handover = handover
         self._held = HeldPrefill(core.workers, None if self._prefill is None else self._prefill.ref)
         self._was_handed_over = handover is not None
@@ -152,8 +148,7 @@ class Attempt:
                 self._timer.cancel()
             for unwatch in self._unwatch:
                 unwatch()
-            if self._trace is not None:
-                self._trace.end(self._core.now(), self._prefilled(), self._merger.own, self._merger.usage)
+            self._hear_workers(is_over=True)
             if self._prefill_task is not None and not self._prefill_task.done():
                 await finish(cancel_all({self._prefill_task}))
 
@@ -269,6 +264,7 @@ class Attempt:
                 write_chunks=self._answer.chunk_writer,
                 edit=self._edit,
                 edit_marks=MARKS if self._record.usage is None else (*MARKS, *USAGE_MARKS),
+                before_end=bytes if self._answer.account is None else self._tell_account,
             )
             self._relay = relay
             self._answer.throttle(response.pause, response.resume)
@@ -279,7 +275,7 @@ class Attempt:
                 relay.go_on(at_last=True)
             relay.end()
         if not relay.is_whole:  # the worker ended it with an error event
-            self._answer.write(inbound.api.style.LAST)
+            self._answer.write(self._answer.account_comment() + inbound.api.style.LAST)
         self._answer.end()
         if relay.error is None:
             return RequestOutcome.OK
@@ -297,18 +293,35 @@ class Attempt:
 
     def _edit(self, event: Event) -> bytes | None:
         """The event with what the router adds. P's own words are waited for, once, by the stream's end."""
-        if self._prefill_task is not None and not self._prefill_task.done() and not self._is_prefill_heard:
+        if self._awaits_prefill:
             return None
         if self._record.usage is not None:
             self._record.usage.note(event.data)
         return self._merger.event(event, self._account(), self._prefilled())
 
+    @property
+    def _awaits_prefill(self) -> bool:
+        return self._prefill_task is not None and not self._prefill_task.done() and not self._is_prefill_heard
+
+    def _tell_account(self) -> bytes | None:
+        if self._awaits_prefill:
+            return None
+        self._hear_workers()
+        return self._answer.account_comment()
+
+    def _hear_workers(self, *, is_over: bool = False) -> None:
+        if self._trace is not None:
+            self._trace.heard(self._prefilled(), self._merger.own, self._merger.usage)
+            if is_over:
+                self._trace.end(self._core.now())
+
     async def _answer_whole(self, content: bytes) -> RequestOutcome:
         if self._record.usage is not None:
             self._record.usage.note(content)
-        if self._merger.is_concerned(content):
+        if self._merger.is_concerned(content) or self._answer.account is not None:
             await self._hear_prefill()
             content = self._merger.body(content, self._account(), self._prefilled())
+        self._hear_workers()
         self._answer.json(200, content, self._head())
         self._pair_worked()
         return RequestOutcome.OK
@@ -325,6 +338,7 @@ class Attempt:
             return ended
         if self._relay is not None and self._relay.is_waiting:
             self._relay.go_on(at_last=True)
+        self._hear_workers()
         self._answer.fail(ended.status, ended.body)
         return RequestOutcome.BROKEN_STREAM
 
@@ -391,7 +405,7 @@ class Attempt:
         self._prefill_end = ended
         if not isinstance(ended, Failure) or self._answer.is_started:
             return
-        if self._decode_has_failed and ended.kind not in _GONE:
+        if self._decode_has_failed and not ended.is_of_gone:
             return
         if self._ends_attempt(ended):
             self.failed_part = Part.PREFILL
@@ -411,7 +425,7 @@ class Attempt:
         """Whether P's failure ends the attempt although D still waits."""
         if ended.is_final or ended.is_of_size or ended.status == failure.UNAVAILABLE:
             return True
-        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.EXHAUSTED):
+        if ended.is_unsent:
             return True  # P has not got the request, and its agent, which is up, would have D wait for a grant
         return not self._dialect.recovers or self._core.options.on_prefill_failure == "redispatch"
 
@@ -424,19 +438,7 @@ class Attempt:
         self._core.metrics.leg_failed(part.value, ended.kind.value)
         if self._trace is not None:
             self._trace.failed(part, ended, self._core.now())
-        log.log(
-            logging.INFO if ended.is_final or ended.is_of_size else logging.WARNING,
-            "leg failed",
-            extra={
-                "request_id": self._inbound.request_id,
-                "transfer_id": str(self._pair.transfer_id),
-                "attempt": self._number,
-                "part": part.value,
-                "agent_id": worker.agent_id,
-                "kind": ended.kind.value,
-                "code": ended.code,
-            },
-        )
+        log_failed(self._inbound.request_id, self._pair, part, worker, ended)
         if ended.is_final:
             return
         agent_id, workers = worker.agent_id, self._core.workers

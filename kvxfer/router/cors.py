@@ -19,7 +19,7 @@ METHODS = b"GET, POST"
 MAX_AGE = b"600"
 """Seconds for which a browser keeps a preflight."""
 EXPOSED = ", ".join(
-    (headers.REQUEST_ID, headers.PREFILL, headers.PREFILL_REASON, headers.ATTEMPT, headers.RETRY_AFTER)
+    (headers.REQUEST_ID, headers.PREFILL, headers.PREFILL_REASON, headers.ATTEMPT, headers.RETRY_AFTER, headers.ACCOUNT)
 ).encode()
 NEVER = ("/workers", "/ui")
 """The admin routes, and the page's feed: on loopback they may be open without a key, and any page could reach them

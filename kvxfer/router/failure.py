@@ -93,6 +93,12 @@ class FailureKind(enum.StrEnum):
     """The worker answered something that is not the protocol."""
 
 
+_UNSENT = frozenset({FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.EXHAUSTED})
+_GONE = frozenset(
+    {FailureKind.UNREACHABLE, FailureKind.CONNECT_TIMEOUT, FailureKind.UNREAD, FailureKind.LOST, FailureKind.GONE}
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """One leg's failure: ``status`` and ``body`` are what the client gets where nothing else is tried."""
@@ -120,6 +126,16 @@ class Failure:
     def is_of_size(self) -> bool:
         """Whether the worker only is too small for the request."""
         return self.kind is FailureKind.DOES_NOT_FIT
+
+    @property
+    def is_of_gone(self) -> bool:
+        """Whether the leg ended as that of a worker that is gone."""
+        return self.kind in _GONE
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether the worker has not got the request."""
+        return self.kind in _UNSENT
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -15,6 +15,7 @@ from kvxfer.errors import ClosedError, KvxferError
 from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.router import headers
+from kvxfer.router.account import RequestAccount
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.apis import Api, StreamStyle, api_of
 from kvxfer.router.apis.openai_style import OPENAI
@@ -28,6 +29,7 @@ from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.pass_rules import PassRule
 from kvxfer.router.pass_through import PassThrough
 from kvxfer.router.record import RequestRecord
+from kvxfer.router.tracing import RequestTrace
 from kvxfer.serving.exchange import ClientExchange, ClientGoneError, ExchangeHandler
 
 log = logging.getLogger("kvxfer.router")
@@ -185,6 +187,8 @@ class Front:
                 core.metrics.key_began(keyed.name)
             self._door.check_open()
             self._begin_trace(exchange, record)
+            if headers.ASKS_FOR_ACCOUNT in exchange.headers and core.options.accounts:
+                answer.account = record.account = self._account(record)
             body = await exchange.read_body()
             self._door.enter()  # before the body is looked at
             is_inside = True
@@ -237,6 +241,11 @@ class Front:
             record.traceparent = begun.traceparent()
         else:
             record.traceparent = begun.traceparent(begun.parent_id)
+
+    def _account(self, record: RequestRecord) -> RequestAccount:
+        if record.trace is None:
+            record.trace = RequestTrace.for_account(record.arrived_s)
+        return RequestAccount(record, record.trace, self._core.now)
 
     async def _inbound(self, api: Api, body: bytes, exchange: ClientExchange, record: RequestRecord) -> Inbound:
         """Raises RequestError for a body that is no request."""

@@ -16,6 +16,7 @@ REQUEST_ID = "x-request-id"
 PREFILL = "x-kvxfer-prefill"
 PREFILL_REASON = "x-kvxfer-prefill-reason"
 ATTEMPT = "x-kvxfer-attempt"
+ACCOUNT = "x-kvxfer-account"
 RETRY_AFTER = "retry-after"
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
 """vLLM's: which of the engines behind one HTTP address takes the request."""
@@ -23,6 +24,8 @@ DATA_PARALLEL_RANK = "x-data-parallel-rank"
 PREFILL_BYTES = PREFILL.encode()
 PREFILL_REASON_BYTES = PREFILL_REASON.encode()
 ATTEMPT_BYTES = ATTEMPT.encode()
+ACCOUNT_BYTES = ACCOUNT.encode()
+ASKS_FOR_ACCOUNT = (ACCOUNT_BYTES, b"1")
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACESTATE_CHARS_MAX = 512

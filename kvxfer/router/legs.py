@@ -18,8 +18,8 @@ from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.router import failure
 from kvxfer.router.core import RouterCore
-from kvxfer.router.dialects import Leg
-from kvxfer.router.failure import LegFailed
+from kvxfer.router.dialects import Leg, Pair
+from kvxfer.router.failure import Failure, LegFailed
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.upstream import (
     UpstreamDeadlines,
@@ -54,6 +54,23 @@ async def calling(
         if response.status != 200:
             raise LegFailed(failure.from_answer(what, response.status, await _error_content(response)))
         yield response
+
+
+def log_failed(request_id: str, pair: Pair, part: Part, worker: Worker, ended: Failure) -> None:
+    """One line for a leg that failed."""
+    log.log(
+        logging.INFO if ended.is_final or ended.is_of_size else logging.WARNING,
+        "leg failed",
+        extra={
+            "request_id": request_id,
+            "transfer_id": str(pair.transfer_id),
+            "attempt": pair.attempt,
+            "part": part.value,
+            "agent_id": worker.agent_id,
+            "kind": ended.kind.value,
+            "code": ended.code,
+        },
+    )
 
 
 async def read(response: UpstreamResponse, bytes_max: int, what: str) -> bytes:

@@ -105,6 +105,7 @@ class RouterOptions(ServingLimits):
     )
     cors_credentials: bool = _option(False, "let those pages send credentials; not with *")
     insecure: bool = _option(False, "listen beyond loopback without TLS")
+    accounts: bool = _option(True, "tell a client that asks (x-kvxfer-account: 1) where its request's time went")
     otlp_endpoint: str = _option(
         "", "http:// or https:// URL of an OpenTelemetry collector; empty: as OTEL_ variables say, or no spans"
     )

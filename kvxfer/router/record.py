@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from kvxfer.policy.place import Placement
+from kvxfer.router.account import RequestAccount
 from kvxfer.router.history import TEXT_MAX, Decision, History
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
@@ -48,7 +49,9 @@ class RequestRecord:
     traceparent: str | None = None
     """The router's own, where it traces."""
     trace: RequestTrace | None = None
-    """None where its spans are not exported."""
+    """None where neither its spans are exported nor its client asks for its account."""
+    account: RequestAccount | None = None
+    """Where its client asks for it."""
 
     def looked_at(self, inbound: Inbound) -> None:
         """Its body is a request."""
@@ -72,7 +75,7 @@ class RequestRecord:
         metrics.ended(self.route, outcome, seconds)
         metrics.carried(self.route, self.prompt_bytes, answer_bytes)
         history.ended(self._decision(outcome, status, now_s))
-        if self.trace is not None and tracer is not None:
+        if self.trace is not None and tracer is not None and self.trace.is_sampled:
             tracer.export(EndedRequest(self.trace, self, outcome.value, status, answer_bytes, now_s))
         if not log.isEnabledFor(logging.INFO):
             return
@@ -101,6 +104,8 @@ class RequestRecord:
             fields["code"] = self.code
         if self.key_name:
             fields["key"] = self.key_name
+        if self.account is not None:
+            fields["account"] = self.account.values()
         log.info("request", extra=fields)
 
     def _decision(self, outcome: RequestOutcome, status: int, now_s: float) -> Decision:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvxfer.router.dialects import LegWorker
 from kvxfer.router.metrics import RequestOutcome
-from kvxfer.router.tracing import TEXT_CHARS_MAX, AttemptTrace, EndedRequest, RequestTrace
+from kvxfer.router.tracing import TEXT_CHARS_MAX, AttemptTrace, EndedRequest, RequestTrace, told_count, told_seconds
 
 Object = dict[str, Any]
 
@@ -126,8 +126,8 @@ def _route(ended: EndedRequest) -> Object:
         "http.request.body.size": record.prompt_bytes,
         "http.response.body.size": ended.answer_bytes,
         "gen_ai.request.max_tokens": trace.token_limit,
-        "gen_ai.usage.input_tokens": _count(usage.get("prompt_tokens")),
-        "gen_ai.usage.output_tokens": _count(usage.get("completion_tokens")),
+        "gen_ai.usage.input_tokens": told_count(usage.get("prompt_tokens")),
+        "gen_ai.usage.output_tokens": told_count(usage.get("completion_tokens")),
         "kvxfer.request_id": record.request_id,
         "kvxfer.outcome": ended.outcome,
         "kvxfer.code": record.code or None,
@@ -173,8 +173,8 @@ def _of_attempt(spans: _Spans, number: int, attempt: AttemptTrace, first_s: floa
         "kvxfer.first_byte_s": None if first_s is None else first_s - attempt.decode_sent_s,
         "kvxfer.prefill": account.get("prefill"),
         "kvxfer.transfer.failure": account.get("failure") or account.get("code"),
-        "gen_ai.usage.input_tokens": _count(attempt.usage.get("prompt_tokens")),
-        "gen_ai.usage.output_tokens": _count(attempt.usage.get("completion_tokens")),
+        "gen_ai.usage.input_tokens": told_count(attempt.usage.get("prompt_tokens")),
+        "gen_ai.usage.output_tokens": told_count(attempt.usage.get("completion_tokens")),
     }
     made.append(
         spans.make(
@@ -196,7 +196,7 @@ def _of_attempt(spans: _Spans, number: int, attempt: AttemptTrace, first_s: floa
 def _prefill(spans: _Spans, common: Object, attempt: AttemptTrace, worker: LegWorker, sent_s: float) -> list[Object]:
     said = attempt.prefilled
     timings = {} if said is None else said.timings
-    queue_s, compute_s = _seconds(timings.get("queue_s")), _seconds(timings.get("prefill_s"))
+    queue_s, compute_s = told_seconds(timings.get("queue_s")), told_seconds(timings.get("prefill_s"))
     is_over = attempt.prefill_ended_s is not None
     over_s = attempt.prefill_ended_s if attempt.prefill_ended_s is not None else attempt.decode_ended_s or sent_s
     attributes = {
@@ -204,7 +204,7 @@ def _prefill(spans: _Spans, common: Object, attempt: AttemptTrace, worker: LegWo
         **_where(worker),
         "kvxfer.prefill.queue_s": queue_s,
         "kvxfer.prefill.compute_s": compute_s,
-        "kvxfer.prefill.cached_tokens": None if said is None else _count(said.cached_tokens),
+        "kvxfer.prefill.cached_tokens": None if said is None else told_count(said.cached_tokens),
         "kvxfer.cancelled": None if is_over else True,
     }
     made = [
@@ -244,7 +244,7 @@ def _transfer(
         "kvxfer.transfer_id": str(attempt.pair.transfer_id),
         "kvxfer.transfer.is_upper_bound": took_s is None,
         "kvxfer.transfer.lane": account.get("lane"),
-        "kvxfer.transfer.bytes": _count(account.get("bytes_moved", account.get("bytes"))),
+        "kvxfer.transfer.bytes": told_count(account.get("bytes_moved", account.get("bytes"))),
     }
     return [spans.child("transfer", began_s, ended_s, attributes, attempt.decode_id)]
 
@@ -253,24 +253,15 @@ def _transfer_s(account: Mapping[str, Any]) -> float | None:
     """Without the wait for P: of kvxfer's engine by phase, of vLLM's connector as one number."""
     seconds = account.get("seconds")
     if isinstance(seconds, dict):
-        phases = [_seconds(seconds.get(name)) for name in ("plan", "wire", "confirm")]
+        phases = [told_seconds(seconds.get(name)) for name in ("plan", "wire", "confirm")]
         known = [phase for phase in phases if phase is not None]
         return sum(known) if known else None
-    return _seconds(account.get("wire_seconds"))
+    return told_seconds(account.get("wire_seconds"))
 
 
 def _where(worker: LegWorker) -> Object:
     url = urlsplit(worker.url)
     return {"server.address": url.hostname, "server.port": url.port, "kvxfer.agent_id": worker.agent_id}
-
-
-def _seconds(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < 1e6 else None  # neither NaN nor 1e400 is
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
 def _value(given: Any) -> Object | None:

@@ -34,6 +34,7 @@ class StreamRelay:
     ``begin`` is called before the first ``write``. ``write_chunks`` gives what writes chunks of HTTP/1.1, frames
     included, or None where the client's answer is framed otherwise. ``edit`` gives the bytes of an event that has one
     of ``edit_marks``, or None where it cannot yet: then that event and those after it wait for :meth:`go_on`.
+    ``before_end`` gives the bytes that go before the event that ends the stream, or None likewise.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class StreamRelay:
         write_chunks: Callable[[], Callable[[bytes], None] | None] = lambda: None,
         edit: Callable[[Event], bytes | None],
         edit_marks: tuple[bytes, ...],
+        before_end: Callable[[], bytes | None] = bytes,
     ) -> None:
         self._style = style
         self._begin = begin
         self._write = write
         self._edit = edit
         self._edit_marks = edit_marks
+        self._before_end = before_end
         self._marks = (*style.END_MARKS, *edit_marks)
         self._chunks = _chunks_without(self._marks)
         self._write_chunks: Callable[[bytes], None] | None = None
@@ -147,13 +150,17 @@ class StreamRelay:
         parts: list[bytes] = []
         for at, event in enumerate(events):
             content: bytes | None = event.raw
+            before: bytes | None = b""
             if any(mark in event.data for mark in self._edit_marks):
                 content = self._edit(event)
-                if content is None and not at_last:
-                    self._waiting = events[at:]
-                    break
-            parts.append(event.raw if content is None else content)
-            if self._style.is_end(event):
+            is_end = self._style.is_end(event)
+            if is_end and not self._is_whole and content is not None:
+                before = self._before_end()
+            if (content is None or before is None) and not at_last:
+                self._waiting = events[at:]
+                break
+            parts.append((before or b"") + (event.raw if content is None else content))
+            if is_end:
                 self._is_whole = True
             elif self.error is None:
                 self.error = self._style.failure(WHAT, event)

@@ -1,7 +1,9 @@
-"""What is noted of a request whose trace is exported: span ids, which its legs carry, and the times of its steps.
+"""What is noted of a request whose trace is exported, or whose client asks for its account: span ids, which its legs
+carry, and the times of its steps.
 
 Decides which requests are traced, and the ``traceparent`` of each leg. Spans are made when the request is over, in
-another thread (`otlp`), of what was noted here (`spans`). It must never know how spans are written or sent.
+another thread (`otlp`), of what was noted here (`spans`); so is what a client is told (`account`). It must never know
+how either is written or sent.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SAMPLED = 1
 TEXT_CHARS_MAX = 256
 _TOLD = (
     *("prefill", "failure", "code", "lane", "bytes_moved", "bytes", "wire_seconds", "plan", "wire", "confirm"),
-    *("queue_s", "prefill_s", "prompt_tokens", "completion_tokens"),
+    *("queue_s", "prefill_s", "prompt_tokens", "completion_tokens", "queue", "ttft_s", "total_s"),
+    *("bytes_before_prefill_end", "early_bytes"),
 )
 _NEW_FLAGS = {True: "01", False: "00"}
 
@@ -43,6 +46,7 @@ class AttemptTrace:
         "decode_sent_s",
         "dialect",
         "pair",
+        "placed_s",
         "prefill_ended_s",
         "prefill_failure",
         "prefill_id",
@@ -50,12 +54,17 @@ class AttemptTrace:
         "prefilled",
         "reason",
         "usage",
+        "was_handed_over",
     )
 
-    def __init__(self, pair: Pair, dialect: str, reason: str) -> None:
+    def __init__(self, pair: Pair, dialect: str, reason: str, placed_s: float | None = None) -> None:
         self.pair = pair
         self.dialect = dialect
         self.reason = reason
+        self.placed_s = placed_s
+        """When its workers were chosen."""
+        self.was_handed_over = False
+        """Its prefill is that of an attempt before."""
         self.prefill_id = "" if pair.prefill is None else _new_id(64)
         self.decode_id = _new_id(64)
         self.prefill_sent_s: float | None = None
@@ -77,12 +86,13 @@ class AttemptTrace:
         elif part is Part.DECODE and not self.decode_failure:
             self.decode_failure, self.decode_ended_s = failure.kind.value, now_s
 
-    def end(
-        self, now_s: float, prefilled: Prefilled | None, account: Mapping[str, Any], usage: Mapping[str, Any]
-    ) -> None:
+    def end(self, now_s: float) -> None:
         """Both legs are over."""
         if self.decode_ended_s is None:
             self.decode_ended_s = now_s
+
+    def heard(self, prefilled: Prefilled | None, account: Mapping[str, Any], usage: Mapping[str, Any]) -> None:
+        """What the workers said so far."""
         self.prefilled = prefilled and Prefilled(prefilled.cached_tokens, _told(prefilled.timings))
         self.account, self.usage = _told(account), _told(usage)
         if isinstance(account.get("seconds"), dict):
@@ -94,6 +104,17 @@ def _told(said: Mapping[str, Any]) -> dict[str, Any]:
     here."""
     told = {name: said[name] for name in _TOLD if isinstance(said.get(name), (int, float))}
     return told | {name: said[name][:TEXT_CHARS_MAX] for name in _TOLD if isinstance(said.get(name), str)}
+
+
+def told_seconds(value: Any) -> float | None:
+    """A time that an engine told; None for what is none."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < 1e6 else None  # neither NaN nor 1e400 is
+
+
+def told_count(value: Any) -> int | None:
+    """A number of tokens or bytes that an engine told; None for what is none."""
+    return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
 class RequestTrace:
@@ -116,12 +137,17 @@ class RequestTrace:
     def is_sampled(self) -> bool:
         return bool(int(self.flags, 16) & SAMPLED)
 
+    @classmethod
+    def for_account(cls, begun_s: float) -> RequestTrace:
+        """Of a request that is noted for its client only: it is not exported, and its legs carry no span of it."""
+        return cls("", "", _NEW_FLAGS[False], begun_s, 0.0)
+
     def traceparent(self, span_id: str = "") -> str:
         """What a leg carries whose span is ``span_id``; without one: the request's own span."""
         return f"00-{self.trace_id}-{span_id or self.span_id}-{self.flags}"
 
-    def attempt(self, pair: Pair, dialect: str, reason: str) -> AttemptTrace:
-        made = AttemptTrace(pair, dialect, reason)
+    def attempt(self, pair: Pair, dialect: str, reason: str, placed_s: float | None = None) -> AttemptTrace:
+        made = AttemptTrace(pair, dialect, reason, placed_s)
         self.attempts.append(made)
         return made
 

@@ -82,7 +82,8 @@ def test_each_leg_names_its_own_span() -> None:
     request = inbound(COMPLETIONS)
     carried = [request.traced(record.trace.traceparent(name)) for name in (attempt.prefill_id, attempt.decode_id)]
     attempt.prefill_sent_s = attempt.decode_sent_s = ARRIVED_S
-    attempt.end(ARRIVED_S + 1, None, {}, {})
+    attempt.heard(None, {}, {})
+    attempt.end(ARRIVED_S + 1)
     spans = made(record)
     for leg, name in zip(carried, ("prefill", "decode"), strict=True):
         assert leg.traceparent == f"00-{'a' * 32}-{spans[name]['spanId']}-01"
@@ -100,7 +101,8 @@ def test_steps_of_an_attempt_lie_where_they_were() -> None:
     record.first_byte_s = ARRIVED_S + 1.2
     said = Prefilled(3, {"queue_s": 0.2, "prefill_s": 0.5})
     account = {"seconds": {"queue": 9.0, "plan": 0.01, "wire": 0.07, "confirm": 0.02}, "bytes_moved": 7, "lane": "unix"}
-    attempt.end(ARRIVED_S + 1.9, said, account, {"prompt_tokens": 4, "completion_tokens": 3})
+    attempt.heard(said, account, {"prompt_tokens": 4, "completion_tokens": 3})
+    attempt.end(ARRIVED_S + 1.9)
     spans = made(record)
     assert set(spans) == {"route", "prefill", "queue", "decode", "transfer"}
     assert times(spans["prefill"]) == (0.1, 1.0)
@@ -128,7 +130,8 @@ def test_what_an_engine_wrote_makes_no_span_fail_and_nothing_grow() -> None:
     many = {str(number): "x" * 1000 for number in range(1000)}
     big = 10**400
     account = {"seconds": {"plan": big, "wire": [many], **many}, "bytes": big, "lane": "l" * 9999, "code": {}, **many}
-    attempt.end(ARRIVED_S + 1, Prefilled(big, {"queue_s": big, "prefill_s": float("inf"), **many}), account, {**many})
+    attempt.heard(Prefilled(big, {"queue_s": big, "prefill_s": float("inf"), **many}), account, {**many})
+    attempt.end(ARRIVED_S + 1)
     assert len(repr((attempt.account, attempt.usage, attempt.prefilled, record.code))) < 3000
     assert {"route", "prefill", "decode", "transfer"} == set(made(record, "failed", 500))
 
@@ -139,7 +142,8 @@ def test_a_transfer_that_no_account_tells_of_is_bounded_by_what_is_known() -> No
     attempt.prefill_sent_s, attempt.prefill_ended_s = ARRIVED_S, ARRIVED_S + 0.5
     attempt.decode_sent_s = ARRIVED_S + 0.6
     record.first_byte_s = ARRIVED_S + 0.9
-    attempt.end(ARRIVED_S + 1.0, Prefilled(), {}, {})
+    attempt.heard(Prefilled(), {}, {})
+    attempt.end(ARRIVED_S + 1.0)
     spans = made(record)
     assert times(spans["transfer"]) == (0.6, 0.9)
     assert attributes(spans["transfer"])["kvxfer.transfer.is_upper_bound"] is True
@@ -150,12 +154,14 @@ def test_nothing_was_transferred_where_d_computed_the_prompt() -> None:
     alone, recomputed = begun(), begun()
     attempt = with_attempt(alone, dataclasses.replace(PAIR, prefill=None))
     attempt.decode_sent_s, alone.first_byte_s = ARRIVED_S, ARRIVED_S + 0.2
-    attempt.end(ARRIVED_S + 1, None, {}, {})
+    attempt.heard(None, {}, {})
+    attempt.end(ARRIVED_S + 1)
     assert set(made(alone)) == {"route", "decode"}
     attempt = with_attempt(recomputed)
     attempt.prefill_sent_s = attempt.decode_sent_s = ARRIVED_S
     recomputed.first_byte_s = ARRIVED_S + 0.2
-    attempt.end(ARRIVED_S + 1, None, {"prefill": "local", "failure": "peer_gone"}, {})
+    attempt.heard(None, {"prefill": "local", "failure": "peer_gone"}, {})
+    attempt.end(ARRIVED_S + 1)
     spans = made(recomputed)
     assert set(spans) == {"route", "prefill", "decode"}
     assert attributes(spans["decode"])["kvxfer.transfer.failure"] == "peer_gone"
@@ -168,9 +174,11 @@ def test_errors_are_the_status_of_the_span_that_had_them() -> None:
     first.decode_sent_s = first.prefill_sent_s = ARRIVED_S
     first.failed(Part.DECODE, failure.lost("decode"), ARRIVED_S + 0.3)
     first.failed(Part.DECODE, failure.gone("decode"), ARRIVED_S + 0.4)
-    first.end(ARRIVED_S + 0.5, None, {}, {})
+    first.heard(None, {}, {})
+    first.end(ARRIVED_S + 0.5)
     second.decode_sent_s = ARRIVED_S + 0.6
-    second.end(ARRIVED_S + 1, None, {}, {})
+    second.heard(None, {}, {})
+    second.end(ARRIVED_S + 1)
     assert record.trace is not None
     ended = EndedRequest(record.trace, record, "ok", 200, 1, ARRIVED_S + 1)
     spans = spans_of(ended)
@@ -206,7 +214,8 @@ def test_what_a_worker_says_is_not_believed(account: dict[str, Any]) -> None:
     attempt.prefill_sent_s = attempt.decode_sent_s = ARRIVED_S
     attempt.prefill_ended_s, record.first_byte_s = ARRIVED_S + 0.1, ARRIVED_S + 0.5
     said = Prefilled(None, {"queue_s": -1, "prefill_s": [], "ended_unix_s": "x"})
-    attempt.end(ARRIVED_S + 1, said, account, {"prompt_tokens": "x", "completion_tokens": True})
+    attempt.heard(said, account, {"prompt_tokens": "x", "completion_tokens": True})
+    attempt.end(ARRIVED_S + 1)
     for span in made(record).values():
         begin, end = times(span)
         assert 0.0 <= begin <= end <= 2.0

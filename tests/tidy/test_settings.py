@@ -16,11 +16,11 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("router.md", "operating.md", "discovery.md")
 OTHERS = {
     *("--help", "--config", "--check-config", "--log-style", "--log-level"),
-    *("--undo", "--router"),
+    *("--undo", "--router", "--no-accounts"),
     *("--enable-metrics", "--otlp-traces-endpoint", "--enable-trace", "--kv-transfer-config", "--model-path"),
     *("--disaggregation-mode", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port"),
 }
-"""Of every service; of ``kvxfer drain``; of engines."""
+"""Of every service; of ``kvxfer drain``, and the negation of a flag; of engines."""
 
 
 def test_every_flag_of_the_router_is_in_its_pages_and_no_other_one_is() -> None:
