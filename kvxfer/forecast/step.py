@@ -114,6 +114,8 @@ class PlannedStep(Generic[OwnerT]):
     to_load: list[StepSequence[OwnerT]]
     """Sequences that have room for KV from another engine since this step."""
     preempted: list[StepSequence[OwnerT]]
+    admitted: int = 0
+    """So many of ``work``, its last ones, begin to compute, or begin again."""
 
     @property
     def is_empty(self) -> bool:
@@ -251,6 +253,7 @@ class StepModel(Generic[OwnerT]):
             else:
                 prefill += chunk
             index += 1
+        already = len(work)
         if not preempted:
             batch_max = self.limits.batch_max
             while (waiting := self._ready or self._waiting) and budget and len(running) < batch_max:
@@ -269,7 +272,7 @@ class StepModel(Generic[OwnerT]):
                     context += sequence.computed
                 else:
                     prefill += admitted
-        return PlannedStep(work, prefill, decodes, context, to_load, preempted)
+        return PlannedStep(work, prefill, decodes, context, to_load, preempted, len(work) - already)
 
     def end(self, step: PlannedStep[OwnerT]) -> list[StepSequence[OwnerT]]:
         """What ``step`` computed is there: returns the sequences that got one more token of their answer. One that has

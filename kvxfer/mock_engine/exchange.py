@@ -22,7 +22,7 @@ from kvxfer.mock_engine.other_shapes import shape_of
 from kvxfer.mock_engine.responder import Responder
 from kvxfer.mock_engine.shape import TokenTotals, to_json
 from kvxfer.mock_engine.statistics import EngineCounts, EngineTimes
-from kvxfer.mock_engine.transfer_answers import decode_report, nixl_params, prefilled_body
+from kvxfer.mock_engine.transfer_answers import LegTimes, decode_report, nixl_params, prefilled_body
 from kvxfer.openai.errors import RequestError
 
 
@@ -101,7 +101,7 @@ class MockExchange:
         self._failure: KvxferError | None = None
         """Why the prompt was computed here although its KV should have come."""
         self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
+        self._times = LegTimes(self._loop.time())
         self._streams = asked.stream and not leg.answers_without_text
 
     def _check_length(self) -> None:
@@ -165,7 +165,7 @@ class MockExchange:
         if self._streams:
             framed = self._shape.token(generation.choice, number) if number else self._first(generation)
         elif not number:
-            self._engine.times.first_token(self._seconds())
+            self._has_first()
         if sequence.emitted < sequence.output_tokens:
             if framed:
                 self._responder.chunk(framed)
@@ -181,6 +181,7 @@ class MockExchange:
 
     def on_room(self, generation: MockGeneration) -> None:
         seconds = self._engine.transfer_s(generation.sequence.prompt_tokens)
+        self._times.room_s = self._loop.time()
         if seconds:
             timer: asyncio.TimerHandle | None = None
 
@@ -195,10 +196,15 @@ class MockExchange:
             self._loaded(generation)
 
     def _first(self, generation: MockGeneration) -> bytes:
-        self._engine.times.first_token(self._seconds())
+        self._has_first()
         if not self._responder.begun:
             self._responder.begin()
         return self._shape.begin(generation.choice) + self._shape.token(generation.choice, 0)
+
+    def _has_first(self) -> None:
+        if self._times.first_s is None:
+            self._times.first_s = self._loop.time()
+        self._engine.times.first_token(self._seconds())
 
     def _run(self) -> None:
         for generation in self._generations:
@@ -217,6 +223,7 @@ class MockExchange:
                 for key in self._by_key:
                     group.create_task(self._claim(key, wait_s))
             if not self._is_over:
+                self._times.granted_s = self._loop.time()
                 self._run()
         except ExceptionGroup as errors:
             self._release_all()
@@ -249,6 +256,7 @@ class MockExchange:
     def _loaded(self, generation: MockGeneration) -> None:
         if self._is_over:
             return
+        self._times.loaded_s = self._loop.time()
         for key, generations in self._by_key.items():
             if generation in generations:
                 self._loading[key] -= 1
@@ -285,7 +293,8 @@ class MockExchange:
             self._task = self._loop.create_task(self._after_fetches(holds, framed))
         elif leg.answers_without_text:
             self._over("stop")
-            body = prefilled_body(self._generations[0], self._asked.model, self._request_id, leg, self._seconds())
+            first, now_s = self._generations[0], self._loop.time()
+            body = prefilled_body(first, self._asked.model, self._request_id, leg, self._times, now_s)
             self._responder.answer(200, to_json(body))
         elif leg.dialect is LegDialect.NIXL:
             self._answer(
@@ -310,7 +319,9 @@ class MockExchange:
     def _answer(self, framed: bytes, extra: dict[str, Any]) -> None:
         if self._leg.dialect is LegDialect.KVXFER and self._leg.part is LegPart.DECODE:
             blocks = -(-self._choices[0].prompt.count // self._engine.options.block_size)
-            extra = {**extra, "kvxfer": decode_report(self._leg, blocks, self._seconds(), self._failure)}
+            first, now_s = self._generations[0], self._loop.time()
+            report = decode_report(first, self._leg, blocks, self._times, now_s, self._failure)
+            extra = {**extra, "kvxfer": report}
         totals = self._totals()
         self._over(self._choices[0].finish_reason)
         if self._streams:
@@ -324,7 +335,7 @@ class MockExchange:
             self._responder.answer(200, self._shape.whole(totals, extra))
 
     def _seconds(self) -> float:
-        return self._loop.time() - self._began_s
+        return self._loop.time() - self._times.arrived_s
 
     def _totals(self) -> TokenTotals:
         counts_loaded = self._leg.dialect in (LegDialect.NIXL, LegDialect.MOONCAKE)

@@ -26,7 +26,7 @@ class GenerationListener(Protocol):
 class MockGeneration:
     """A sequence, its text and its listener."""
 
-    __slots__ = ("choice", "due_s", "listener", "sequence")
+    __slots__ = ("began_s", "choice", "due_s", "listener", "sequence")
 
     def __init__(
         self, listener: GenerationListener, choice: ChoiceText, keys: Sequence[int], *, is_remote: bool, holds: bool
@@ -37,6 +37,8 @@ class MockGeneration:
         self.sequence: StepSequence[MockGeneration] = StepSequence(
             self, prompt_tokens, choice.count, keys, prompt_tokens if is_remote else 0, holds
         )
+        self.began_s: float | None = None
+        """When it left the queue: its first step, by the event loop's clock."""
         self.due_s = 0.0
         """When its next token is due, at a fixed pace."""
 

@@ -99,7 +99,8 @@ class FixedPace:
     def _run(self, generation: MockGeneration) -> None:
         generation.sequence.phase = StepPhase.RUNNING
         self._running += 1
-        generation.due_s = self._loop.time() + self._ttft_s
+        generation.began_s = self._loop.time()
+        generation.due_s = generation.began_s + self._ttft_s
         self._put(generation)
         self._arm()
 

@@ -89,6 +89,9 @@ class StepLoop:
             seconds = self._cost.seconds(step.prefill_tokens, step.decode_sequences, step.context_tokens)
             end_s = at_s + seconds / self._speed
             self._timer = self._loop.call_at(end_s, self._end, step, end_s)
+            for sequence, _ in step.work[len(step.work) - step.admitted :]:
+                if sequence.owner.began_s is None:
+                    sequence.owner.began_s = at_s
         for sequence in step.to_load:
             sequence.owner.listener.on_room(sequence.owner)
 

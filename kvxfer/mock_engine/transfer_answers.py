@@ -5,6 +5,7 @@ Decides field names only.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -34,24 +35,53 @@ def nixl_params(hold: KvHold, engine_id: str, host: str, port: int) -> dict[str,
     }
 
 
+@dataclasses.dataclass(slots=True)
+class LegTimes:
+    """Of one leg, in seconds by the event loop's clock; None: it has not happened."""
+
+    arrived_s: float
+    granted_s: float | None = None
+    """When the prefill engine had all of the KV."""
+    room_s: float | None = None
+    """When there were blocks for it."""
+    loaded_s: float | None = None
+    first_s: float | None = None
+    """The first token."""
+
+    def until(self, at_s: float | None) -> float:
+        """How long after its arrival; 0 for what has not happened."""
+        return 0.0 if at_s is None else round(max(0.0, at_s - self.arrived_s), 6)
+
+
 def prefilled_body(
-    generation: MockGeneration, model: str, request_id: str, leg: EngineLeg, took_s: float
+    generation: MockGeneration, model: str, request_id: str, leg: EngineLeg, times: LegTimes, now_s: float
 ) -> dict[str, Any]:
     """The body with which kvxfer's own engine answers a prefill leg."""
+    queue_s = times.until(generation.began_s)
     sequence = generation.sequence
     return {
         "object": "kvxfer.prefill",
         "id": request_id,
         "model": model,
         "usage": {"prompt_tokens": sequence.prompt_tokens, "cached_tokens": sequence.cached_tokens},
-        "timings": {"queue_s": 0.0, "prefill_s": round(took_s, 6), "ended_unix_s": time.time()},
+        "timings": {
+            "queue_s": queue_s,
+            "prefill_s": round(times.until(now_s) - queue_s, 6),
+            "ended_unix_s": time.time(),
+        },
         "transfer_id": leg.keys[0].partition(":")[2],
     }
 
 
-def decode_report(leg: EngineLeg, blocks: int, total_s: float, failure: KvxferError | None) -> dict[str, Any]:
-    """The ``kvxfer`` object of a decode leg's answer."""
+def decode_report(
+    generation: MockGeneration, leg: EngineLeg, blocks: int, times: LegTimes, now_s: float, failure: KvxferError | None
+) -> dict[str, Any]:
+    """The ``kvxfer`` object of a decode leg's answer. All of its transfer is ``wire``."""
     is_remote = failure is None
+    seconds: dict[str, float] = {}
+    if is_remote:
+        wire_s = round(times.until(times.loaded_s) - times.until(times.room_s), 6)
+        seconds = {"queue": times.until(times.granted_s), "plan": 0.0, "wire": wire_s, "confirm": 0.0}
     return {
         "transfer_id": leg.keys[0].partition(":")[2],
         "prefill": "remote" if is_remote else "local",
@@ -59,7 +89,10 @@ def decode_report(leg: EngineLeg, blocks: int, total_s: float, failure: KvxferEr
         "blocks_moved": blocks if is_remote else 0,
         "bytes_moved": 0,
         "lane": "mock" if is_remote else None,
+        "seconds": seconds,
         "failure": None if failure is None else failure.code,
-        "total_s": round(total_s, 6),
+        "ttft_s": times.until(times.first_s),
+        "queue_s": times.until(generation.began_s),
+        "total_s": times.until(now_s),
         "ended_unix_s": time.time(),
     }

@@ -89,6 +89,17 @@ def test_prefix_cache_can_be_off() -> None:
     assert model.counts.prompt_computed == 32
 
 
+def test_a_step_says_how_many_begin_with_it() -> None:
+    model: StepModel[None] = StepModel(StepLimits(batch_max=2))
+    for _ in range(3):
+        model.add(StepSequence(None, 4, 2))
+    told = []
+    while not (step := model.begin()).is_empty:
+        told.append(step.admitted)
+        model.end(step)
+    assert told == [2, 0, 1, 0]
+
+
 def test_last_sequence_is_preempted_and_computes_its_prompt_again() -> None:
     model: StepModel[str] = StepModel(limits(blocks=4, has_prefix_cache=False))
     first, second = sequence(8, 8, "first"), sequence(4, 8, "second")

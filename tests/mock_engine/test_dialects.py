@@ -118,6 +118,50 @@ def test_kvxfer_both_legs_at_once(pair: Before, vllm: bool) -> None:
     pair.assert_computed_once(p.json()["usage"]["prompt_tokens"])
 
 
+def leg_of(part: Part, number: int, prefill: Engine, decode: Engine) -> dict[str, Any]:
+    ends = (TransferEnd("p", 1, prefill.url), TransferEnd("d", 1, decode.url))
+    identity = TransferId.from_hex(f"{number:032x}")
+    return {**BODY, "kv_transfer_params": TransferParams(identity, 1, part, *ends, timeout_s=5.0).to_json()}
+
+
+def test_kvxfer_legs_say_how_long_each_part_took() -> None:
+    """One prefill at a time, of 30 ms: the last of three waited for two others."""
+    steps = ("--pace=steps", "--step-ms=30", "--prefill-token-us=0", "--max-num-seqs=1", "--no-prefix-caching")
+    with mocks("--count=2", "--roles=prefill,decode", *steps, "--transfer-ms=20", "--kind=kvxfer") as both:
+        prefill, decode = both.engines
+        answers = together(
+            *(
+                lambda at=at: prefill.post("/v1/completions", leg_of(Part.PREFILL, at, prefill, decode))
+                for at in (1, 2, 3)
+            ),
+            lambda: decode.post("/v1/completions", leg_of(Part.DECODE, 1, prefill, decode)),
+        )
+    assert [answer.status for answer in answers] == [200] * 4
+    timings = sorted((answer.json()["timings"] for answer in answers[:3]), key=lambda told: float(told["queue_s"]))
+    for number, told in enumerate(timings):
+        assert told["queue_s"] >= number * 0.029
+        assert told["prefill_s"] >= 0.029
+    report = answers[3].json()["kvxfer"]
+    seconds = report["seconds"]
+    assert seconds["queue"] >= 0.02
+    assert seconds["wire"] >= 0.019
+    assert report["ttft_s"] >= seconds["queue"] + seconds["wire"] + 0.029
+    assert report["total_s"] >= report["ttft_s"] + 7 * 0.029
+    assert report["queue_s"] >= seconds["queue"] + seconds["wire"]
+
+
+def test_a_fixed_pace_has_no_queue() -> None:
+    with mocks("--count=2", "--roles=prefill,decode", "--ttft-ms=20", "--kind=kvxfer") as both:
+        prefill, decode = both.engines
+        p, d = together(
+            lambda: prefill.post("/v1/completions", leg_of(Part.PREFILL, 1, prefill, decode)),
+            lambda: decode.post("/v1/completions", leg_of(Part.DECODE, 1, prefill, decode)),
+        )
+    assert p.json()["timings"]["queue_s"] < p.json()["timings"]["prefill_s"]
+    assert p.json()["timings"]["prefill_s"] >= 0.019
+    assert d.json()["kvxfer"]["ttft_s"] >= 0.019
+
+
 def sglang_body(prefill: Engine, rooms: Any, **more: Any) -> dict[str, Any]:
     listed = isinstance(rooms, list)
     host, port = "127.0.0.1", prefill.port

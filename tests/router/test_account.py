@@ -3,17 +3,25 @@ failed, and nothing of it where no one asks."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxfer.openai.transfer_params import Part
 from kvxfer.router import failure
 from kvxfer.router.account import BYTES_MAX, COMMENT, RequestAccount
+from kvxfer.router.apis import StreamStyle
+from kvxfer.router.apis.messages_style import MESSAGES
+from kvxfer.router.apis.openai_style import OPENAI
+from kvxfer.router.apis.responses_style import RESPONSES
 from kvxfer.router.dialects import Prefilled
 from kvxfer.router.record import RequestRecord
+from kvxfer.router.stream_relay import StreamRelay
 from kvxfer.router.tracing import RequestTrace
 from kvxfer.types import Role
 from tests.support.collector import collecting
@@ -237,6 +245,55 @@ def test_every_api_of_every_dialect(dialect: str, kind: str, roles: tuple[str, .
                     assert told["prefill_agent"]
                     assert told["prefill_ended_s"] >= told["prefill_sent_s"]
                     assert ("prefill" in told) is True
+
+
+STREAMS: dict[str, tuple[StreamStyle, list[bytes]]] = {
+    "openai": (OPENAI, [b'data: {"choices":[{"text":"a"}]}\n\n', b"data: [DONE]\n\n"]),
+    "crlf": (OPENAI, [b'data: {"choices":[{"text":"[DONE]"}]}\r\n\r\n', b": ping\n\n", b"data: [DONE]\r\n\r\n"]),
+    "responses": (
+        RESPONSES,
+        [
+            b'data: {"type":"response.output_text.delta"}\n\n',
+            b'data: {"type":"response.completed"}\n\n',
+            b"data: [DONE]\n\n",
+        ],
+    ),
+    "messages": (
+        MESSAGES,
+        [
+            b'event: x\ndata: {"type":"content_block_delta"}\n\n',
+            b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8), late=st.booleans())
+def test_it_stands_before_the_end_however_the_stream_was_cut(name: str, cuts: list[int], late: bool) -> None:
+    """``late``: P is waited for, and the end with it."""
+    style, events = STREAMS[name]
+    content, passed = b"".join(events), bytearray()
+    told = iter([None, b": told\n\n"] if late else [b": told\n\n"])
+    relay = StreamRelay(
+        style,
+        begin=lambda: None,
+        write=passed.extend,
+        edit=lambda event: event.raw,
+        edit_marks=(),
+        before_end=lambda: next(told),
+    )
+    edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+    for begin, end in itertools.pairwise(edges):
+        relay.feed(content[begin:end])
+    if late:
+        assert relay.is_waiting
+        assert b"told" not in passed
+        relay.go_on(at_last=True)
+    relay.end()
+    last = 1 + (name == "crlf")
+    assert passed == b"".join([*events[:last], b": told\n\n", *events[last:]])
+    assert relay.bytes_passed == len(passed)
 
 
 def made(record: RequestRecord, trace: RequestTrace) -> RequestAccount:

@@ -20,9 +20,10 @@ def there(request: pytest.FixtureRequest) -> Iterator[OneProcess]:
         yield started
 
 
-@pytest.fixture
-def client(there: OneProcess) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=there.url, api_key="any", max_retries=0) as made:
+@pytest.fixture(params=[{}, {"x-kvxfer-account": "1"}], ids=["", "account"])
+def client(request: pytest.FixtureRequest, there: OneProcess) -> Iterator[Any]:
+    more: dict[str, str] = request.param
+    with anthropic.Anthropic(base_url=there.url, api_key="any", max_retries=0, default_headers=more) as made:
         yield made
     for engine in there.engines:
         engine.request("DELETE", "/mock/faults")

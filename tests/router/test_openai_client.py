@@ -34,9 +34,10 @@ def there(request: pytest.FixtureRequest) -> Iterator[OneProcess]:
         yield started
 
 
-@pytest.fixture
-def client(there: OneProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{there.url}/v1", api_key="any", max_retries=0) as made:
+@pytest.fixture(params=[{}, {"x-kvxfer-account": "1"}], ids=["", "account"])
+def client(request: pytest.FixtureRequest, there: OneProcess) -> Iterator[openai.OpenAI]:
+    more: dict[str, str] = request.param
+    with openai.OpenAI(base_url=f"{there.url}/v1", api_key="any", max_retries=0, default_headers=more) as made:
         yield made
     for engine in there.engines:
         engine.request("DELETE", "/mock/faults")

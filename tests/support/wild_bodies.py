@@ -186,6 +186,8 @@ def hot_requests(draw: st.DrawFn) -> tuple[str, bytes, list[bytes], bytes]:
     kind = draw(st.sampled_from(KINDS))
     if kind:
         headers.append(b"content-type: " + kind.encode("latin-1"))
+    if draw(st.booleans()):
+        headers.append(b"x-kvxfer-account: 1")
     if draw(st.integers(0, 3)) == 0:
         headers.append(
             draw(
