@@ -272,10 +272,11 @@ def join_log(records: Iterable[MeasuredRequest], lines: Iterable[str | bytes]) -
     an id counts, and lines of another kind are passed over. Returns how many records got one."""
     accounts: dict[str, dict[str, Any]] = {}
     for line in lines:
-        if (b'"account"' if isinstance(line, bytes) else '"account"') not in line:  # type: ignore[operator]
+        text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+        if '"account"' not in text:
             continue
         try:
-            values = json.loads(line)
+            values = json.loads(text)
         except (ValueError, RecursionError):
             continue
         if not isinstance(values, dict) or not isinstance(values.get("account"), dict):

@@ -3,6 +3,7 @@ failed, and nothing of it where no one asks."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -180,6 +181,53 @@ async def test_a_stream_that_breaks_tells_it_and_ends_as_it_must() -> None:
     parts = text.split("\n\n")
     assert parts[-2] == "data: [DONE]"
     assert "error" in json.loads(parts[-3].removeprefix("data: "))
+
+
+async def test_a_deadline_that_passes_tells_it_too() -> None:
+    prefiller, decoder = pair()
+    decoder.hold = asyncio.Event()
+    async with router_over(prefiller, decoder, request_timeout_s=0.2) as running:
+        answer = await running.complete(headers=ASKS)
+        assert (answer.status_code, in_head(answer.headers)["decode_agent"]) == (504, "d")
+
+
+async def test_a_stream_that_the_router_ends_as_it_stops_tells_it_too() -> None:
+    prefiller, decoder = pair()
+    decoder.tokens, decoder.delay_s = [" x"] * 2000, 0.02
+    body = {"model": "tiny", "prompt": "hello", "stream": True}
+    async with (
+        router_over(prefiller, decoder) as running,
+        running.client.stream("POST", "/v1/completions", json=body, headers=ASKS) as answer,
+    ):
+        pieces = answer.aiter_text()
+        text = await anext(pieces)
+        running.stop.set()
+        text += "".join([piece async for piece in pieces])
+    account = in_stream(text)
+    assert account["first_s"] < account["ended_s"]
+    assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_the_end_waits_for_the_words_of_p_that_came_late() -> None:
+    prefiller, decoder = pair()
+    decoder.needs_prefill = False
+    decoder.account = {}
+    prefiller.hold = asyncio.Event()
+    async with router_over(prefiller, decoder) as running:
+        asked = asyncio.create_task(running.complete(stream=True, headers=ASKS))
+        await eventually(lambda: any(leg.answered for leg in decoder.received))
+        prefiller.hold.set()
+        account = in_stream((await asked).text)
+    assert account["prefill"]["prefill_s"] == 0.25
+    assert account["prefill_ended_s"] > account["first_s"]
+
+
+async def test_what_passes_through_is_passed_as_it_is() -> None:
+    fake = FakeWorker("d", Role.BOTH)
+    async with router_over(fake, pass_through=("/v1/x=decode",)) as running:
+        answer = await running.client.post("/v1/x", json={"model": "tiny", "stream": True}, headers=ASKS)
+        assert answer.status_code == 200
+        assert COMMENT.decode() not in answer.text
 
 
 async def test_a_stream_without_an_end_of_its_own() -> None:
