@@ -42,9 +42,7 @@ class RequestAccount:
         told: dict[str, Any] = {"request_id": record.request_id[:TEXT_CHARS_MAX], "attempts": record.attempts}
         if attempts:
             told |= _steps(attempts, record)
-        if record.first_byte_s is not None:
-            told["first_s"] = self._after(record.first_byte_s)
-        for name, at_s in _times(attempts).items():
+        for name, at_s in {**_times(attempts), "first_s": record.first_byte_s}.items():
             if at_s is not None:
                 told[name] = self._after(at_s)
         told["ended_s"] = self._after(self._now())
