@@ -147,7 +147,7 @@ def test_kvxfer_legs_say_how_long_each_part_took() -> None:
     assert seconds["wire"] >= 0.019
     assert report["ttft_s"] >= seconds["queue"] + seconds["wire"] + 0.029
     assert report["total_s"] >= report["ttft_s"] + 7 * 0.029
-    assert report["queue_s"] >= seconds["queue"] + seconds["wire"]
+    assert report["queue_s"] >= seconds["queue"] + seconds["wire"] - 1e-6  # each is rounded
 
 
 def test_a_fixed_pace_has_no_queue() -> None:
