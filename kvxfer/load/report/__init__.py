@@ -1,0 +1,1 @@
+"""Draws a load test as one page that needs no network. Decides what is shown, never what is good."""

@@ -1,0 +1,74 @@
+"""Writes ``report.html``: chooses which figures there are, and of which run those of one run are.
+
+It must never know how a figure is drawn, nor judge anything: verdicts and summaries are those of ``run.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvxfer.load.artefacts import REPORT_FILE, StoredLoadTest, write_whole
+from kvxfer.load.limits import LatencyLimits
+from kvxfer.load.report import distributions, generator, phases, rates
+from kvxfer.load.report.columns import RunColumns, columns_of
+from kvxfer.load.report.figure import ReportFigure
+from kvxfer.load.report.page import page_of
+from kvxfer.load.report.rates import SummarizedRun
+
+
+def write_report(path: str | os.PathLike[str], stored: StoredLoadTest) -> pathlib.Path:
+    """Write the page of a load test into its directory, whole or not at all; returns where it is.
+
+    ``stored``: what ``artefacts.read`` or ``RunDirectory.finish`` gave. Raises DiskFullError.
+    """
+    file = pathlib.Path(path) / REPORT_FILE
+    write_whole(file, page_of(stored, figures_of(stored)))
+    return file
+
+
+def figures_of(stored: StoredLoadTest) -> list[ReportFigure]:
+    """All figures in the order of the page; those without data say why."""
+    summarized = [SummarizedRun(*pair) for pair in zip(stored.runs, stored.summaries, strict=True)]
+    crossing = stored.document.get("extra", {}).get("crossing")
+    found = [rates.by_rate(summarized, crossing if isinstance(crossing, Mapping) else None)]
+    if any(run.split is not None for run in summarized):
+        found.append(rates.split_map(summarized))
+    found.append(rates.pareto(summarized))
+    runs = [columns_of(run) for run in stored.runs]
+    limits = limits_of(stored.summaries)
+    found.append(distributions.curves(_spread(runs), limits))
+    shown = shown_run(summarized, runs)
+    if shown is not None:
+        found.append(distributions.over_time(shown))
+        found.append(phases.shares(shown))
+        found.append(phases.timeline(shown))
+        found.append(generator.lateness(shown))
+    return found
+
+
+def limits_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by metric, of the first run that has limits."""
+    texts = [text for summary in summaries if (text := summary.get("limits"))]
+    if not texts:
+        return {}
+    limits = LatencyLimits.parse(texts[0])
+    values = {"ttft": limits.ttft_s, "tpot": limits.tpot_s, "e2e": limits.e2e_s}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def shown_run(summarized: Sequence[SummarizedRun], runs: Sequence[RunColumns]) -> RunColumns | None:
+    """The run that the figures of one run show: the best that met its target, else the last that has requests."""
+    known = [at for at, run in enumerate(runs) if run.count]
+    if not known:
+        return runs[-1] if runs else None
+    held = [at for at in known if summarized[at].is_attained]
+    best = max(held, key=lambda at: summarized[at].number("goodput_per_s") or 0.0) if held else known[-1]
+    return runs[best]
+
+
+def _spread(runs: Sequence[RunColumns]) -> list[RunColumns]:
+    """In the order of their rates, so that their colours follow it."""
+    return sorted(runs, key=lambda run: run.run.offered_per_s or 0.0)
