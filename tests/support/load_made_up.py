@@ -46,8 +46,8 @@ def made_up_run(
     seed: int = 0,
 ) -> LoadRun:
     """Prompts are prefilled one after the other by each prefill worker, and decoding slows down with what runs."""
-    draw = np.random.default_rng([seed, requests, int(rate * 1000)])
-    due = np.cumsum(draw.exponential(1.0 / rate, requests))
+    draw = np.random.default_rng([seed, requests])
+    due = np.cumsum(draw.exponential(1.0, requests)) / rate
     prompts = np.clip(draw.lognormal(6.8, 0.9, requests), 32, 16_000).astype(int)
     answers = np.clip(draw.lognormal(4.6, 0.5, requests), 4, 800).astype(int)
     lateness = draw.exponential(0.0003, requests)
@@ -74,13 +74,9 @@ def made_up_run(
             record.first_s = record.last_s = record.output_tokens = record.longest_gap_s = None
             record.status, record.error, record.message = 503, "overloaded", "the queue is full"
         elif has_accounts:
-            record.account = {
-                **{"prefill_agent": f"prefill-{p}", "decode_agent": f"decode-{d}", "attempts": 1},
-                **{"placed_s": 0.0002, "prefill_sent_s": 0.0004, "prefill_ended_s": began + prefill - sent - 0.0004},
-                **{"decode_sent_s": began + prefill - sent - 0.0002, "first_s": first - sent - 0.0006},
-                **{"ended_s": last - sent - 0.0006, "prefill": {"queue_s": began - sent - 0.0008}},
-                "decode": {"prefill": "remote", "seconds": {"wire": transfer, "plan": 0.0003, "confirm": 0.0002}},
-            }
+            record.account = account(
+                f"prefill-{p}", f"decode-{d}", began - sent, prefill, transfer, first - sent, last - sent
+            )
         records.append(record)
     return LoadRun(
         **{"name": name, "driver": "native", "began_unix_s": BEGAN_UNIX_S, "window_s": (0.0, float(due[-1]) + 1e-6)},
@@ -89,6 +85,21 @@ def made_up_run(
         settings=SETTINGS,
         records=records,
     )
+
+
+def account(p: str, d: str, began: float, prefill: float, transfer: float, first: float, last: float) -> dict[str, Any]:
+    """What a router says of a request; seconds, from when it was sent."""
+
+    def times(**seconds: float) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in seconds.items()}
+
+    return {
+        **{"prefill_agent": p, "decode_agent": d, "attempts": 1},
+        **times(placed_s=0.0002, prefill_sent_s=0.0004, prefill_ended_s=began + prefill - 0.0004),
+        **times(decode_sent_s=began + prefill - 0.0002, first_s=first - 0.0006, ended_s=last - 0.0006),
+        "prefill": times(queue_s=began - 0.0008),
+        "decode": {"prefill": "remote", "seconds": times(wire=transfer, plan=0.0003, confirm=0.0002)},
+    }
 
 
 def finished(kind: str, runs: list[LoadRun], found: str = "", **extra: Any) -> MadeUp:
@@ -103,10 +114,14 @@ def finished(kind: str, runs: list[LoadRun], found: str = "", **extra: Any) -> M
 
 
 def made_up_search(requests: int = 900) -> MadeUp:
-    rates = (4.0, 8.0, 12.0, 16.0, 14.0, 13.0)
+    rates = (4.0, 8.0, 16.0, 12.0, 14.0, 13.0)
     runs = [made_up_run(f"probe {at} at {rate:g}/s", rate=rate, requests=requests) for at, rate in enumerate(rates, 1)]
-    crossing = {"rate": 13.4, "low": 12.9, "high": 14.0}
-    return finished("search", runs, "It holds 13.4 requests/s (12.9 to 14.0 with 95 %).", crossing=crossing)
+    made = finished("search", runs)
+    held = {rate: one.is_attained for rate, one in zip(rates, made.summaries, strict=True)}
+    low = max((rate for rate, is_held in held.items() if is_held), default=0.0)
+    high = min((rate for rate, is_held in held.items() if not is_held), default=max(rates))
+    found = f"It holds {(low + high) / 2:g} requests/s ({low:g} to {high:g})."
+    return finished("search", runs, found, crossing={"rate": (low + high) / 2, "low": low, "high": high})
 
 
 def made_up_sweep(requests: int = 300) -> MadeUp:
@@ -116,4 +131,8 @@ def made_up_sweep(requests: int = 300) -> MadeUp:
         for d in (1, 2, 3)
         for rate in (4.0, 8.0, 12.0, 16.0)
     ]
-    return finished("sweep", runs, "3P2D has the best goodput for each worker that holds its target.")
+    made = finished("sweep", runs)
+    held = [at for at, one in enumerate(made.summaries) if one.is_attained]
+    best = max(held, key=lambda at: made.summaries[at].goodput_per_device_per_s or 0.0)
+    made.verdicts[""] = [RunVerdict("best", f"{runs[best].name} has the best goodput for each worker.", False)]
+    return made

@@ -174,7 +174,14 @@ def split_map(runs: Sequence[SummarizedRun]) -> ReportFigure:
     figure.traces.append(
         {
             **{"type": "heatmap", "x": [f"{d} decode" for d in ds], "y": [f"{p} prefill" for p in ps], "z": values},
-            **{"text": texts, "texttemplate": "%{text}", "colorscale": "@heat", "xgap": 3, "ygap": 3},
+            **{
+                "text": texts,
+                "texttemplate": "%{text}",
+                "textfont": {"color": "@text", "size": 14},
+                "colorscale": "@heat",
+                "xgap": 3,
+                "ygap": 3,
+            },
             **{"colorbar": {"title": {"text": "good/s"}}, "hovertemplate": "%{y}, %{x}: %{z} good/s<extra></extra>"},
         }
     )
@@ -200,10 +207,11 @@ def pareto(runs: Sequence[SummarizedRun]) -> ReportFigure:
         key,
         title,
         "Each point is a run: to the right, text comes faster for each user; upward, a GPU (or worker) makes more of "
-        "it. The line joins the runs that no other beats in both. Hollow: it did not meet its target.",
+        "it. Hollow: it did not meet its target. The line joins the runs that did, and that no other such run beats in "
+        "both.",
         height=440,
     )
-    edge = _frontier([(x, y) for x, y, _ in found])
+    edge = _frontier([(x, y) for x, y, run in found if run.is_attained])
     figure.traces.append(
         {
             **{"type": "scatter", "mode": "lines", "name": "unbeaten", "hoverinfo": "skip"},
@@ -221,7 +229,7 @@ def pareto(runs: Sequence[SummarizedRun]) -> ReportFigure:
                 **{"x": rounded(x for x, _, _ in members), "y": rounded(y for _, y, _ in members)},
                 "marker": {
                     **{"color": COLOURS[at % len(COLOURS)], "size": 11},
-                    "symbol": ["circle" if run.is_attained else "circle-open" for _, _, run in members],
+                    "symbol": [_symbol(at, run.is_attained) for _, _, run in members],
                 },
                 "text": [escaped(run.run.name, 40) for _, _, run in members],
                 "hovertemplate": "%{text}: %{x} tokens/s a user, %{y} tokens/s a GPU",
@@ -252,6 +260,12 @@ def _cell(run: SummarizedRun | None) -> str:
 
 def _worth(run: SummarizedRun) -> tuple[bool, float]:
     return run.is_attained, run.number("goodput_per_s") or 0.0
+
+
+def _symbol(at: int, is_attained: bool) -> str:
+    """Another shape for every round of colours; hollow where the target was missed."""
+    shapes = ("circle", "square", "diamond", "triangle-up")
+    return shapes[at // len(COLOURS) % len(shapes)] + ("" if is_attained else "-open")
 
 
 def _frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,0 +1,53 @@
+"""Makes docs/load-report.png and docs/load-report-sweep.png: parts of the reports of a made-up search and sweep.
+
+usage: python -m tests.support.load_screenshot FOLDER [light|dark]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pathlib
+import sys
+import tempfile
+
+from kvxfer.load.artefacts import RunDirectory
+from kvxfer.load.report.write import write_report
+from tests.support.browser import Browser, browsing
+from tests.support.load_made_up import MadeUp, made_up_search, made_up_sweep
+
+WIDTH = 1120
+BYTES_MAX = 300_000
+SHOWN = {
+    "load-report.png": (made_up_search, "header", "figure-rates"),
+    "load-report-sweep.png": (made_up_sweep, "figure-splits", "figure-pareto"),
+}
+"""By file: whose report, and the first and the last part of the page that are in the picture."""
+
+
+async def photograph(browser: Browser, made: MadeUp, scheme: str, first: str, last: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "out")
+        with RunDirectory.create(path) as directory:
+            stored = directory.finish(made.kind, made.runs, made.summaries, made.verdicts, made.extra)
+        tab = await browser.open(write_report(path, stored).as_uri(), scheme=scheme, width=WIDTH, height=900)
+        await tab.until("document.documentElement.dataset.drawn !== undefined")
+        of = "document.querySelector('{0}, #{0}').getBoundingClientRect()"
+        top = await tab.value(f"Math.max(0, {of.format(first)}.top + scrollY - 10)")
+        end = await tab.value(f"{of.format(last)}.bottom + scrollY + 10")
+        clip = {"x": 0, "y": top, "width": WIDTH, "height": end - top, "scale": 1}
+        answer = await tab.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(answer["data"])
+
+
+async def main(folder: pathlib.Path, scheme: str) -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        async with browsing(pathlib.Path(profile)) as browser:
+            for name, (make, first, last) in SHOWN.items():
+                content = await photograph(browser, make(), scheme, first, last)
+                assert len(content) <= BYTES_MAX, (name, len(content))
+                (folder / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(pathlib.Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "light"))
