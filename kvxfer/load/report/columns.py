@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -80,10 +80,15 @@ def width_for(columns: RunColumns, most: int = 120, fewest_in: int = 50) -> floa
     return float(next((one for one in rounds if one >= least), math.ceil(least / 3600) * 3600))
 
 
-def percentile_of(values: Numbers, share: float) -> float:
-    """As ``intervals.percentile`` has it, in any order; nan where there is no value. Infinite values count."""
+def fewest_of(parts: Sequence[tuple[float, slice]]) -> int:
+    """How many requests a window needs for a percentile: a short last one says nothing beside the others."""
+    return 10 if len(parts) > 1 else 1
+
+
+def percentile_of(values: Numbers, share: float, fewest: int = 1) -> float:
+    """As ``intervals.percentile`` has it, in any order; nan of fewer than ``fewest``. Infinite values count."""
     known = values[~np.isnan(values)]
-    return percentile(np.sort(known).tolist(), share) if known.size else math.nan
+    return percentile(np.sort(known).tolist(), share) if known.size >= max(1, fewest) else math.nan
 
 
 def _array(values: Iterable[float]) -> Numbers:

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.load.report.columns import RunColumns, percentile_of, width_for, windows
+from kvxfer.load.report.columns import RunColumns, fewest_of, percentile_of, width_for, windows
 from kvxfer.load.report.figure import (
     COLOURS,
-    RUNS_MAX,
     Numbers,
     ReportFigure,
     axis,
@@ -32,10 +31,10 @@ METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 PERCENTILES = {0.5: "p50", 0.9: "p90", 0.99: "p99"}
 
 
-def curves(runs: Sequence[RunColumns], limits: Mapping[str, float]) -> ReportFigure:
-    """CDFs of TTFT, TPOT and E2E of up to RUNS_MAX runs. ``limits``: seconds by metric."""
+def curves(runs: Sequence[RunColumns], all_runs: int, limits: Mapping[str, float]) -> ReportFigure:
+    """CDFs of TTFT, TPOT and E2E of these runs, of ``all_runs``. ``limits``: seconds by metric."""
     key, title = "curves", "How long requests took"
-    drawn = [run for run in runs if np.isfinite(run.ttft).any()][:RUNS_MAX]
+    drawn = [run for run in runs if np.isfinite(run.ttft).any()]
     if not drawn:
         return left_out(key, title, "no counted request was answered")
     figure = ReportFigure(
@@ -84,8 +83,8 @@ def curves(runs: Sequence[RunColumns], limits: Mapping[str, float]) -> ReportFig
             )
             layout["shapes"].append(shape)
             layout["annotations"].append({**words, "x": float(np.log10(limits[metric] * scale))})
-    if len(runs) > len(drawn):
-        figure.notes.append(f"{len(drawn)} of {len(runs)} runs are drawn.")
+    if all_runs > len(drawn):
+        figure.notes.append(f"{len(drawn)} of {all_runs} runs are drawn.")
     if is_thinned:
         figure.notes.append(f"Each curve has at most {CURVE_POINTS:,} points of its requests.")
     figure.layout = layout
@@ -99,6 +98,7 @@ def over_time(columns: RunColumns) -> ReportFigure:
         return left_out(key, title, "no counted request was answered")
     width = width_for(columns)
     parts = windows(columns, width)
+    fewest = fewest_of(parts)
     middles = rounded(begin + width / 2 for begin, _ in parts)
     figure = ReportFigure(
         key,
@@ -114,7 +114,7 @@ def over_time(columns: RunColumns) -> ReportFigure:
         values: Numbers = getattr(columns, metric)
         unit, scale = unit_of(values)
         for colour, (share, name) in zip(("@blue", "@orange", "@red"), PERCENTILES.items(), strict=True):
-            line = [percentile_of(values[where], share) * scale for _, where in parts]
+            line = [percentile_of(values[where], share, fewest) * scale for _, where in parts]
             figure.traces.append(
                 {
                     **{"type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name},

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.load.report.columns import RunColumns, percentile_of, width_for, windows
+from kvxfer.load.report.columns import RunColumns, fewest_of, percentile_of, width_for, windows
 from kvxfer.load.report.figure import ReportFigure, axis, left_out, rounded
 from kvxfer.load.verdicts import lateness_limit_s
 
@@ -28,9 +28,10 @@ def lateness(columns: RunColumns) -> ReportFigure:
         "one leaves 100 %.",
         height=460,
     )
+    fewest = fewest_of(parts)
     middles = rounded(begin + width / 2 for begin, _ in parts)
     for name, colour, share in (("p50", "@blue", 0.5), ("p99", "@orange", 0.99), ("longest", "@red", 1.0)):
-        line = [max(percentile_of(columns.lateness[where], share), 0.0) * 1e3 for _, where in parts]
+        line = [max(percentile_of(columns.lateness[where], share, fewest), 0.0) * 1e3 for _, where in parts]
         figure.traces.append(
             {
                 **{"type": "scatter", "mode": "lines+markers", "name": name, "x": middles, "y": rounded(line)},
@@ -71,7 +72,7 @@ def lateness(columns: RunColumns) -> ReportFigure:
     layout["annotations"].append(
         {
             **{"text": f"p99 of the run may be {most:.3g} ms", "x": 1, "xref": "x domain", "y": most},
-            **{"xanchor": "right", "yanchor": "bottom", "showarrow": False},
+            **{"xanchor": "right", "yanchor": "bottom", "showarrow": False, "bgcolor": "@panel"},
         }
     )
     figure.layout = layout

@@ -5,7 +5,7 @@
   const scheme = matchMedia("(prefers-color-scheme: dark)");
   const BUTTONS = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
   const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtons: BUTTONS };
-  const COLOURED = new Set(["color", "fillcolor", "bordercolor", "colorscale"]);
+  const COLOURED = new Set(["color", "fillcolor", "bgcolor", "bordercolor", "colorscale"]);
 
   const painted = (value, key, css) => {
     if (typeof value === "string") {

@@ -60,7 +60,8 @@ def page_of(stored: StoredLoadTest, figures: Sequence[ReportFigure]) -> str:
         "<title>kvxfer load test</title>",
         f"<style>\n{(FOLDER / 'page.css').read_text()}</style>\n</head>\n<body>",
         _head(stored),
-        *map(_figure, figures),
+        *(_figure(figure) for figure in figures if not figure.missing),
+        _left_out([figure for figure in figures if figure.missing]),
         _words(stored),
         f'<script type="application/json" id="specs">{specs}</script>',
         f"<script>{plotly}</script>",
@@ -236,16 +237,18 @@ def _percent(value: Any) -> str:
 
 
 def _figure(figure: ReportFigure) -> str:
-    if figure.missing:
-        return (
-            f'<figure class="missing" id="figure-{figure.key}"><figcaption><h2>{_text(figure.title)}</h2>'
-            f'<p class="quiet">Left out: {_text(figure.missing)}.</p></figcaption></figure>'
-        )
     notes = "".join(f'<p class="note">{_text(note)}</p>' for note in figure.notes)
     return (
         f'<figure id="figure-{figure.key}"><figcaption><h2>{_text(figure.title)}</h2><p>{_text(figure.sentence)}</p>'
         f'{notes}</figcaption><div class="plot" id="plot-{figure.key}" style="height:{figure.height}px"></div></figure>'
     )
+
+
+def _left_out(figures: Sequence[ReportFigure]) -> str:
+    rows = "".join(
+        f'<li id="missing-{figure.key}">{_text(figure.title)}: {_text(figure.missing)}.</li>' for figure in figures
+    )
+    return f'<section id="missing"><h2>Left out</h2><ul class="quiet">{rows}</ul></section>' if rows else ""
 
 
 def _words(stored: StoredLoadTest) -> str:

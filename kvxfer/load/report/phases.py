@@ -1,20 +1,18 @@
-"""The figures of where the time went: shares of the phases by prompt length, and the requests on the workers.
+"""The figure of where the time went: shares of the phases by prompt length.
 
-Decides how phases are grouped and packed. What a phase is, and whether it is known, ``join`` says.
+Decides how requests are grouped. What a phase is, and whether it is known, ``join`` says.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvxfer.load.join import PHASES, RequestPhases, phases_of
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.report.columns import RunColumns
-from kvxfer.load.report.figure import ReportFigure, axis, escaped, left_out, panels, rounded
+from kvxfer.load.report.figure import ReportFigure, axis, left_out, panels, rounded
 
 COLOUR_OF = {
     "late": "@pink",
@@ -25,27 +23,12 @@ COLOUR_OF = {
     "decode": "@green",
     "unexplained": "@grey",
 }
-WITHOUT_ACCOUNT = {"first token": "@orange", "answer": "@green"}
-"""What the client alone knows of the server."""
-SHOWN_REQUESTS = 160
-"""In the timeline."""
 BINS_MAX = 8
 SAMPLE_MAX = 20_000
 """Requests whose phases are looked at."""
 
 
 Joined = tuple[MeasuredRequest, RequestPhases]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A phase of one request on one worker."""
-
-    worker: str
-    begin_s: float
-    length_s: float
-    phase: str
-    record: MeasuredRequest
 
 
 def shares(columns: RunColumns) -> ReportFigure:
@@ -97,73 +80,6 @@ def shares(columns: RunColumns) -> ReportFigure:
     return figure
 
 
-def timeline(columns: RunColumns) -> ReportFigure:
-    """The requests around the slowest first token, on the workers that had them."""
-    key, title = "timeline", "Requests on workers"
-    shown = _around_the_slowest(columns)
-    if not shown:
-        return left_out(key, title, "no counted request was answered")
-    pieces = [piece for record in shown for piece in _pieces(record)]
-    is_joined = any(piece.phase in COLOUR_OF for piece in pieces)
-    places, ticks, height = _packed(pieces)
-    figure = ReportFigure(
-        key,
-        f"{title}: {columns.run.name}",
-        "Each bar is a phase of one request, in the rows of the worker that had it; many rows at once: it worked on "
-        "many requests. "
-        + (
-            "White between two bars of a row: the worker had nothing of it."
-            if is_joined
-            else "No account of the phases came: only the client's view of the server is known."
-        ),
-        height=max(260, min(1100, 120 + 9 * height)),
-    )
-    for phase, colour in {**COLOUR_OF, **WITHOUT_ACCOUNT}.items():
-        where = [at for at, piece in enumerate(pieces) if piece.phase == phase]
-        if not where:
-            continue
-        figure.traces.append(
-            {
-                **{"type": "bar", "orientation": "h", "name": phase, "marker": {"color": colour, "line": {"width": 0}}},
-                "base": rounded((pieces[at].begin_s for at in where), 8),
-                "x": rounded(pieces[at].length_s for at in where),
-                **{"y": [places[at] for at in where], "width": 0.85},
-                "customdata": [
-                    [
-                        pieces[at].record.number,
-                        pieces[at].record.prompt_tokens,
-                        float(f"{pieces[at].length_s * 1e3:.4g}"),
-                    ]
-                    for at in where
-                ],
-                "hovertemplate": f"{phase} of request %{{customdata[0]}} (%{{customdata[1]}} tokens): "
-                "%{customdata[2]} ms<extra></extra>",
-            }
-        )
-    edges = [edge for _, _, edge in ticks[:-1]]
-    figure.layout = {
-        "barmode": "overlay",
-        "bargap": 0,
-        "xaxis": axis("seconds after the beginning"),
-        "yaxis": axis(
-            "",
-            **{"tickvals": [middle for _, middle, _ in ticks], "ticktext": [name for name, _, _ in ticks]},
-            **{"autorange": "reversed", "showgrid": False, "zeroline": False},
-        ),
-        "shapes": [
-            {
-                **{"type": "line", "x0": 0, "x1": 1, "xref": "x domain", "y0": edge, "y1": edge},
-                "line": {"color": "@grey", "width": 1},
-            }
-            for edge in edges
-        ],
-        "hovermode": "closest",
-    }
-    if len(shown) < columns.count:
-        figure.notes.append(f"{len(shown)} of {columns.count:,} requests are drawn: those due around the slowest one.")
-    return figure
-
-
 def _length(phases: RequestPhases, phase: str, is_first: bool) -> float:
     """Of a phase, in seconds; ``is_first``: only what of it lies before the first token."""
     if is_first and phase == "decode":
@@ -184,58 +100,3 @@ def _by_length(found: Sequence[Joined]) -> list[tuple[str, list[Joined]]]:
         low, high = min(one.prompt_tokens for one, _ in members), max(one.prompt_tokens for one, _ in members)
         groups.append((f"{low:,}" if low == high else f"{low:,} to {high:,}", members))
     return groups
-
-
-def _around_the_slowest(columns: RunColumns) -> list[MeasuredRequest]:
-    known = np.where(np.isfinite(columns.ttft), columns.ttft, -1.0)
-    if not known.size or known.max() < 0:
-        return []
-    middle = int(known.argmax())
-    begin = max(0, min(middle - SHOWN_REQUESTS // 2, columns.count - SHOWN_REQUESTS))
-    return [record for record in columns.records[begin : begin + SHOWN_REQUESTS] if record.first_s is not None]
-
-
-def _pieces(record: MeasuredRequest) -> Iterator[_Piece]:
-    phases = phases_of(record)
-    if phases is not None:
-        for phase, begin, end, worker in phases.spans():
-            if worker is not None:
-                yield _Piece(worker, begin, end - begin, phase, record)
-    elif record.sent_s is not None and record.first_s is not None and record.last_s is not None:
-        first, answer = WITHOUT_ACCOUNT
-        yield _Piece("the server", record.sent_s, record.first_s - record.sent_s, first, record)
-        yield _Piece("the server", record.first_s, record.last_s - record.first_s, answer, record)
-
-
-def _packed(pieces: Sequence[_Piece]) -> tuple[list[int], list[tuple[str, float, float]], int]:
-    """Rows of the pieces, so that no two of a row overlap; (worker, middle of its rows, their lower edge); all rows.
-
-    The pieces of one request on one worker have one row. Workers that prefill stand first.
-    """
-    places = [0] * len(pieces)
-    ticks: list[tuple[str, float, float]] = []
-    row = 0
-    early = {piece.worker for piece in pieces if piece.phase == "prefill"}
-    for worker in sorted({piece.worker for piece in pieces}, key=lambda worker: (worker not in early, worker)):
-        spans: dict[int, list[int]] = {}
-        for at, piece in enumerate(pieces):
-            if piece.worker == worker:
-                spans.setdefault(id(piece.record), []).append(at)
-        order = sorted(spans.values(), key=lambda members: min(pieces[at].begin_s for at in members))
-        busy: list[tuple[float, int]] = []
-        free: list[int] = []
-        used = 0
-        for members in order:
-            begin = min(pieces[at].begin_s for at in members)
-            while busy and busy[0][0] <= begin:
-                heapq.heappush(free, heapq.heappop(busy)[1])
-            if free:
-                mine = heapq.heappop(free)
-            else:
-                mine, used = used, used + 1
-            heapq.heappush(busy, (max(pieces[at].begin_s + pieces[at].length_s for at in members), mine))
-            for at in members:
-                places[at] = row + mine
-        ticks.append((escaped(worker, 40), row + (used - 1) / 2, row + used - 0.5))
-        row += used
-    return places, ticks, row

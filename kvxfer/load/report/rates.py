@@ -42,6 +42,11 @@ class SummarizedRun:
     def is_attained(self) -> bool:
         return bool(self.summary.get("is_attained"))
 
+    @property
+    def worth(self) -> tuple[bool, float]:
+        """The better of two runs has the larger one: it met its target, or its goodput is higher."""
+        return self.is_attained, self.number("goodput_per_s") or 0.0
+
     def number(self, name: str) -> float | None:
         return _number(self.summary.get(name))
 
@@ -124,7 +129,7 @@ def by_rate(runs: Sequence[SummarizedRun], crossing: Mapping[str, Any] | None = 
         layout["annotations"].append(
             {
                 **{"text": f"target {100 * target:g} %", "x": 0, "xref": "x domain", "xanchor": "left"},
-                **{"y": 100 * target, "yanchor": "top", "showarrow": False},
+                **{"y": 100 * target, "yanchor": "top", "showarrow": False, "bgcolor": "@panel"},
             }
         )
     rate = _number((crossing or {}).get("rate"))
@@ -153,7 +158,7 @@ def split_map(runs: Sequence[SummarizedRun]) -> ReportFigure:
     for run in runs:
         if run.split is not None and run.number("goodput_per_s") is not None:
             there = best.get(run.split)
-            if there is None or _worth(run) > _worth(there):
+            if there is None or run.worth > there.worth:
                 best[run.split] = run
     if len(best) < 2:
         return left_out(key, title, "it takes runs with two splits or more: a sweep over P:D")
@@ -169,7 +174,7 @@ def split_map(runs: Sequence[SummarizedRun]) -> ReportFigure:
     texts, values = [], []
     for p in ps:
         row = [best.get((p, d)) for d in ds]
-        values.append(rounded((math.nan if run is None else _worth(run)[1] for run in row), 4))
+        values.append(rounded((math.nan if run is None else run.worth[1] for run in row), 4))
         texts.append([_cell(run) for run in row])
     figure.traces.append(
         {
@@ -253,13 +258,9 @@ def _cell(run: SummarizedRun | None) -> str:
     """Goodput, and beneath it that of one GPU or worker."""
     if run is None:
         return ""
-    goodput = f"{_worth(run)[1]:.3g}"
+    goodput = f"{run.worth[1]:.3g}"
     each = run.number("goodput_per_device_per_s")
     return (goodput if run.is_attained else f"({goodput})") + ("" if each is None else f"<br>{each:.3g} each")
-
-
-def _worth(run: SummarizedRun) -> tuple[bool, float]:
-    return run.is_attained, run.number("goodput_per_s") or 0.0
 
 
 def _symbol(at: int, is_attained: bool) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvxfer.load.artefacts import REPORT_FILE, StoredLoadTest, write_whole
 from kvxfer.load.limits import LatencyLimits
-from kvxfer.load.report import distributions, generator, phases, rates
+from kvxfer.load.report import distributions, generator, phases, rates, timeline
 from kvxfer.load.report.columns import RunColumns, columns_of
-from kvxfer.load.report.figure import ReportFigure
+from kvxfer.load.report.figure import RUNS_MAX, ReportFigure, thinned
 from kvxfer.load.report.page import page_of
 from kvxfer.load.report.rates import SummarizedRun
 
@@ -34,17 +34,15 @@ def figures_of(stored: StoredLoadTest) -> list[ReportFigure]:
     summarized = [SummarizedRun(*pair) for pair in zip(stored.runs, stored.summaries, strict=True)]
     crossing = stored.document.get("extra", {}).get("crossing")
     found = [rates.by_rate(summarized, crossing if isinstance(crossing, Mapping) else None)]
-    if any(run.split is not None for run in summarized):
-        found.append(rates.split_map(summarized))
+    found.append(rates.split_map(summarized))
     found.append(rates.pareto(summarized))
     runs = [columns_of(run) for run in stored.runs]
-    limits = limits_of(stored.summaries)
-    found.append(distributions.curves(_spread(runs), limits))
+    found.append(distributions.curves(compared(summarized, runs), len(runs), limits_of(stored.summaries)))
     shown = shown_run(summarized, runs)
     if shown is not None:
         found.append(distributions.over_time(shown))
         found.append(phases.shares(shown))
-        found.append(phases.timeline(shown))
+        found.append(timeline.timeline(shown))
         found.append(generator.lateness(shown))
     return found
 
@@ -69,6 +67,18 @@ def shown_run(summarized: Sequence[SummarizedRun], runs: Sequence[RunColumns]) -
     return runs[best]
 
 
-def _spread(runs: Sequence[RunColumns]) -> list[RunColumns]:
-    """In the order of their rates, so that their colours follow it."""
-    return sorted(runs, key=lambda run: run.run.offered_per_s or 0.0)
+def compared(summarized: Sequence[SummarizedRun], runs: Sequence[RunColumns]) -> list[RunColumns]:
+    """The runs whose curves stand beside each other, by rate, at most RUNS_MAX: of more, the best of each split, policy
+    and lane."""
+    order = sorted(range(len(runs)), key=lambda at: summarized[at].rate or 0.0)
+    if len(runs) > RUNS_MAX:
+        best: dict[str, int] = {}
+        for at in order:
+            there = best.get(summarized[at].label)
+            if there is None or summarized[at].worth > summarized[there].worth:
+                best[summarized[at].label] = at
+        one_of_each = set(best.values())
+        if len(one_of_each) > 1:
+            order = [at for at in order if at in one_of_each]
+        order = [order[at] for at in thinned(len(order), RUNS_MAX)]
+    return [runs[at] for at in order]

@@ -64,13 +64,23 @@ async def report(
         yield browser, tab, url
 
 
+def many_workers() -> MadeUp:
+    """Forty of each kind, and a name that is too long."""
+    runs = [made_up_run(f"{'long name ' * 9}{at}", requests=400, rate=100.0 + at, split=(40, 40)) for at in range(10)]
+    for run in runs:
+        run.point |= {"policy": "a policy with a long name", "lane": f"lane {run.name[-1]}"}
+    return finished("sweep", runs)
+
+
 def asked_elsewhere(tab: Tab, url: str) -> list[str]:
     """Addresses other than the page's own; ``data:`` and ``blob:`` leave nothing."""
     return [one for one in tab.asked() if one != url and not one.startswith(("data:", "blob:"))]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("made", [made_up_search(200), made_up_sweep(60)], ids=["search", "sweep"])
+@pytest.mark.parametrize(
+    "made", [made_up_search(200), made_up_sweep(60), many_workers()], ids=["search", "sweep", "many"]
+)
 async def test_every_figure_is_drawn(tmp_path: pathlib.Path, made: MadeUp, scheme: str) -> None:
     async with report(tmp_path, made, scheme) as (_, tab, url):
         seen = {one["key"]: one for one in await tab.value(SEEN)}

@@ -62,7 +62,7 @@ def test_a_search_has_every_figure_with_its_sentence(search_page: str) -> None:
     for key in drawn:
         figure = search_page.partition(f'<figure id="figure-{key}">')[2].partition("</figure>")[0]
         assert re.search(r"<p>[A-Z][^<]{60,}\.</p>", figure), key
-    assert "Left out: it takes runs with two splits or more: a sweep over P:D." in search_page
+    assert "Goodput by split of workers: it takes runs with two splits or more: a sweep over P:D." in search_page
     assert re.search(r"It holds [\d.]+ requests/s", search_page)
 
 
@@ -139,7 +139,8 @@ def no_request_was_answered() -> MadeUp:
 def test_a_figure_without_data_says_why(tmp_path: pathlib.Path, made: MadeUp, drawn: list[str]) -> None:
     text = page(tmp_path, made)
     assert [spec["key"] for spec in specs(text)] == drawn
-    missing = re.findall(r'class="missing" id="figure-([\w-]+)">.*?Left out: [^<]{10,}\.</p>', text)
+    missing = re.findall(r'<li id="missing-([\w-]+)">[^<:]+: [^<]{10,}\.</li>', text)
+    assert missing
     assert not set(missing) & set(drawn)
 
 
