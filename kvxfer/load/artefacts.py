@@ -25,6 +25,7 @@ RUN_FILE = "run.json"
 REQUESTS_FILE = "requests.jsonl"
 SUMMARY_FILE = "summary.csv"
 REPORT_FILE = "report.html"
+TIMELINE_FILE = "timeline.json"
 PARTIAL = ".partial"
 """End of the name of a file that is being written."""
 BUFFER_BYTES = 1 << 16
@@ -254,11 +255,39 @@ def _read_records(file: pathlib.Path, notes: list[str]) -> Iterator[MeasuredRequ
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield MeasuredRequest.from_json(line)
+                yield _checked(MeasuredRequest.from_json(line))
             except InvalidArgumentError as error:
                 if line.endswith(b"\n"):
                     raise InvalidArgumentError(f"{file}, line {number}: {error}") from None
                 notes.append(f"The last line of {REQUESTS_FILE} was cut and is left out.")
+
+
+SECONDS_MAX = 1e12
+"""What is longer is no time."""
+_TIMES = ("due_s", "sent_s", "first_s", "last_s", "end_s", "longest_gap_s")
+_COUNTS = ("number", "prompt_tokens", "output_tokens_asked", "output_tokens", "first_chunk_tokens", "chunks", "turn")
+_TEXTS = ("run", "request_id", "error", "message", "tokens_from")
+_NEEDED = ("due_s", *_COUNTS[:3], *_COUNTS[4:])
+
+
+def _checked(record: MeasuredRequest) -> MeasuredRequest:
+    """The record, if what others compute with is of the right kind."""
+    for name in _TIMES:
+        value = getattr(record, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < SECONDS_MAX
+        _check(is_number or (value is None and name not in _NEEDED), name, value)
+    for name in _COUNTS:
+        value = getattr(record, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        _check(is_count or (value is None and name not in _NEEDED), name, value)
+    for name in _TEXTS:
+        _check(isinstance(getattr(record, name), str), name, getattr(record, name))
+    return record
+
+
+def _check(is_right: bool, name: str, value: object) -> None:
+    if not is_right:
+        raise InvalidArgumentError(f"not a record of a load test: {name} is {value!r:.80}")
 
 
 def _reason(error: OSError) -> str:

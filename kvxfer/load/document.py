@@ -52,6 +52,7 @@ FILES = {
     "requests.jsonl": "one line for each request that was due",
     "summary.csv": "one row for each run",
     "report.html": "the figures; opens without a network",
+    "timeline.json": "requests on workers, for Perfetto or chrome://tracing",
 }
 
 

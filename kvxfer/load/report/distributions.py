@@ -68,9 +68,8 @@ def curves(runs: Sequence[RunColumns], all_runs: int, limits: Mapping[str, float
                     "hovertemplate": f"%{{y:.2f}} % within %{{x}} {unit}",
                 }
             )
-        layout[f"xaxis{number}"] = log_axis(
-            f"{METRICS[metric]}, {unit}", every * scale, domain=domain, anchor=f"y{number}"
-        )
+        reach = np.append(every, limits.get(metric, np.nan)) * scale
+        layout[f"xaxis{number}"] = log_axis(f"{METRICS[metric]}, {unit}", reach, domain=domain, anchor=f"y{number}")
         layout[f"yaxis{number}"] = axis(
             "share of requests due, %" if at == 0 else "", range=[0, 103], anchor=f"x{number}"
         )

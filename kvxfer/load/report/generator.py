@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from kvxfer.load.report.figure import ReportFigure, axis, left_out, rounded
 from kvxfer.load.verdicts import lateness_limit_s
 
 WINDOW_S = 10.0
-"""In which what was sent is compared with what was due."""
+"""In which what was sent is compared with what was due; several of them where a run is long."""
+WINDOWS_MAX = 1_000
 
 
 def lateness(columns: RunColumns) -> ReportFigure:
@@ -20,10 +22,13 @@ def lateness(columns: RunColumns) -> ReportFigure:
         return left_out(key, title, "no time of sending is known")
     width = width_for(columns)
     parts = windows(columns, width)
+    begin, end = columns.span_s
+    block = WINDOW_S * max(1, math.ceil((end - begin) / WINDOW_S / WINDOWS_MAX))
     figure = ReportFigure(
         key,
         f"{title}: {columns.run.name}",
-        "How long after it was due each request was sent, and how much of what was due in each 10 s was sent in them. "
+        f"How long after it was due each request was sent, and how much of what was due in each {block:g} s was sent "
+        "in them. "
         "The fault is the generator's where the upper lines rise; the load was another than asked for where the lower "
         "one leaves 100 %.",
         height=460,
@@ -39,15 +44,15 @@ def lateness(columns: RunColumns) -> ReportFigure:
                 "hovertemplate": f"{name} %{{y}} ms at %{{x}} s",
             }
         )
-    tens = windows(columns, WINDOW_S)
-    edges = [begin for begin, _ in tens] + [tens[-1][0] + WINDOW_S]
+    tens = windows(columns, block)
+    edges = [begin for begin, _ in tens] + [tens[-1][0] + block]
     sent = np.histogram(columns.sent[np.isfinite(columns.sent)], bins=np.array(edges))[0]
     due = np.array([where.stop - where.start for _, where in tens])
     delivered = [100.0 * one / of if of else np.nan for one, of in zip(sent, due, strict=True)]
     figure.traces.append(
         {
             **{"type": "scatter", "mode": "lines+markers", "name": "sent of due", "yaxis": "y2"},
-            **{"x": rounded(edge + WINDOW_S / 2 for edge in edges[:-1]), "y": rounded(delivered)},
+            **{"x": rounded(edge + block / 2 for edge in edges[:-1]), "y": rounded(delivered)},
             **{"customdata": [[int(one), int(of)] for one, of in zip(sent, due, strict=True)]},
             **{"line": {"color": "@green"}, "marker": {"color": "@green", "size": 5}},
             "hovertemplate": "%{customdata[0]} sent of %{customdata[1]} due",

@@ -57,10 +57,9 @@ class WorkerRows:
 def timeline(columns: RunColumns) -> ReportFigure:
     """The requests around the slowest first token, on the workers that had them."""
     key, title = "timeline", "Requests on workers"
-    near = _around_the_slowest(columns)
-    if not near:
-        return left_out(key, title, "no counted request was answered")
-    spans, requests, workers = chosen(near)
+    spans, requests, workers = chosen(around_the_slowest(columns))
+    if not spans:
+        return left_out(key, title, "no counted request was answered, or their times are not known")
     places, rows = packed(spans)
     is_joined = all(span.phase in COLOUR_OF for span in spans)
     height = sum(one.count for one in rows)
@@ -105,20 +104,22 @@ def timeline(columns: RunColumns) -> ReportFigure:
     return figure
 
 
-def chosen(near: Sequence[MeasuredRequest]) -> tuple[list[WorkerSpan], int, int]:
+def chosen(
+    near: Sequence[MeasuredRequest], most: int = SHOWN_REQUESTS, workers_max: int = WORKERS_MAX
+) -> tuple[list[WorkerSpan], int, int]:
     """(spans to draw, of how many requests, how many workers there are) of requests from the most wanted one on.
 
-    At most SHOWN_REQUESTS on at most WORKERS_MAX workers: those that had the most wanted requests. Requests without an
+    At most ``most`` on at most ``workers_max`` workers: those that had the most wanted requests. Requests without an
     account are left out where others have one.
     """
     of = [(record, list(spans_of(record))) for record in near]
     workers = dict.fromkeys(span.worker for _, spans in of for span in spans if span.worker != SERVER)
-    shown = set(list(workers)[:WORKERS_MAX]) or {SERVER}
+    shown = set(list(workers)[:workers_max]) or {SERVER}
     drawn: list[WorkerSpan] = []
     count = 0
     for _, spans in of:
         mine = [span for span in spans if span.worker in shown]
-        if mine and count < SHOWN_REQUESTS:
+        if mine and count < most:
             drawn += mine
             count += 1
     return drawn, count, len(workers) or 1
@@ -143,17 +144,16 @@ def packed(spans: Sequence[WorkerSpan]) -> tuple[list[int], list[WorkerRows]]:
     """
     places = [0] * len(spans)
     rows: list[WorkerRows] = []
+    of: dict[str, dict[int, list[int]]] = {}
+    for at, span in enumerate(spans):
+        of.setdefault(span.worker, {}).setdefault(id(span.record), []).append(at)
     early = {span.worker for span in spans if span.phase == "prefill"}
     first = 0
-    for worker in sorted({span.worker for span in spans}, key=lambda worker: (worker not in early, _by_number(worker))):
-        requests: dict[int, list[int]] = {}
-        for at, span in enumerate(spans):
-            if span.worker == worker:
-                requests.setdefault(id(span.record), []).append(at)
+    for worker in sorted(of, key=lambda worker: (worker not in early, _by_number(worker))):
         busy: list[tuple[float, int]] = []
         free: list[int] = []
         used = 0
-        for members in sorted(requests.values(), key=lambda members: min(spans[at].begin_s for at in members)):
+        for members in sorted(of[worker].values(), key=lambda members: min(spans[at].begin_s for at in members)):
             begin = min(spans[at].begin_s for at in members)
             while busy and busy[0][0] <= begin:
                 heapq.heappush(free, heapq.heappop(busy)[1])
@@ -183,13 +183,13 @@ def _bars(phase: str, colour: str, spans: Sequence[WorkerSpan], places: list[int
     }
 
 
-def _around_the_slowest(columns: RunColumns) -> list[MeasuredRequest]:
-    """Answered requests, from the one with the slowest first token on outwards."""
+def around_the_slowest(columns: RunColumns, most: int = NEAR_REQUESTS) -> list[MeasuredRequest]:
+    """Answered requests, from the one with the slowest first token on outwards; about ``most``."""
     known = np.where(np.isfinite(columns.ttft), columns.ttft, -1.0)
     if not known.size or known.max() < 0:
         return []
     middle = int(known.argmax())
-    begin, end = max(0, middle - NEAR_REQUESTS // 2), middle + NEAR_REQUESTS // 2
+    begin, end = max(0, middle - most // 2), middle + most // 2
     order = sorted(range(begin, min(end, columns.count)), key=lambda at: abs(at - middle))
     return [columns.records[at] for at in order if columns.is_good[at]]
 

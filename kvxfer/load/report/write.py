@@ -1,4 +1,4 @@
-"""Writes ``report.html``: chooses which figures there are, and of which run those of one run are.
+"""Writes ``report.html`` and ``timeline.json``: chooses which figures there are, and of which run those of one run are.
 
 It must never know how a figure is drawn, nor judge anything: verdicts and summaries are those of ``run.json``.
 """
@@ -10,33 +10,40 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvxfer.load.artefacts import REPORT_FILE, StoredLoadTest, write_whole
+from kvxfer.load.artefacts import REPORT_FILE, TIMELINE_FILE, StoredLoadTest, write_whole
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.report import distributions, generator, phases, rates, timeline
 from kvxfer.load.report.columns import RunColumns, columns_of
 from kvxfer.load.report.figure import RUNS_MAX, ReportFigure, thinned
 from kvxfer.load.report.page import page_of
 from kvxfer.load.report.rates import SummarizedRun
+from kvxfer.load.report.trace_events import trace_events
 
 
 def write_report(path: str | os.PathLike[str], stored: StoredLoadTest) -> pathlib.Path:
-    """Write the page of a load test into its directory, whole or not at all; returns where it is.
+    """Write the page of a load test into its directory, and ``timeline.json`` of the run that it shows, each whole or
+    not at all; returns where the page is.
 
     ``stored``: what ``artefacts.read`` or ``RunDirectory.finish`` gave. Raises DiskFullError.
     """
     file = pathlib.Path(path) / REPORT_FILE
-    write_whole(file, page_of(stored, figures_of(stored)))
+    summarized = [SummarizedRun(*pair) for pair in zip(stored.runs, stored.summaries, strict=True)]
+    runs = [columns_of(run) for run in stored.runs]
+    write_whole(file, page_of(stored, figures_of(summarized, runs, stored)))
+    shown = shown_run(summarized, runs)
+    if shown is not None and (events := trace_events(shown)):
+        write_whole(file.with_name(TIMELINE_FILE), events)
     return file
 
 
-def figures_of(stored: StoredLoadTest) -> list[ReportFigure]:
+def figures_of(
+    summarized: Sequence[SummarizedRun], runs: Sequence[RunColumns], stored: StoredLoadTest
+) -> list[ReportFigure]:
     """All figures in the order of the page; those without data say why."""
-    summarized = [SummarizedRun(*pair) for pair in zip(stored.runs, stored.summaries, strict=True)]
     crossing = stored.document.get("extra", {}).get("crossing")
     found = [rates.by_rate(summarized, crossing if isinstance(crossing, Mapping) else None)]
     found.append(rates.split_map(summarized))
     found.append(rates.pareto(summarized))
-    runs = [columns_of(run) for run in stored.runs]
     found.append(distributions.curves(compared(summarized, runs), len(runs), limits_of(stored.summaries)))
     shown = shown_run(summarized, runs)
     if shown is not None:

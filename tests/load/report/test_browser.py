@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvxfer.load.artefacts import RunDirectory, read
+from kvxfer.load.report.columns import columns_of
+from kvxfer.load.report.figure import ReportFigure
+from kvxfer.load.report.rates import SummarizedRun
 from kvxfer.load.report.write import figures_of, write_report
 from tests.load.report.test_page import HOSTILE
 from tests.support.browser import WITHOUT, Browser, Tab, browsing, find_browser
@@ -72,6 +75,12 @@ def many_workers() -> MadeUp:
     return finished("sweep", runs)
 
 
+def figures_in(path: pathlib.Path) -> list[ReportFigure]:
+    stored = read(path)
+    summarized = [SummarizedRun(*pair) for pair in zip(stored.runs, stored.summaries, strict=True)]
+    return figures_of(summarized, [columns_of(run) for run in stored.runs], stored)
+
+
 def asked_elsewhere(tab: Tab, url: str) -> list[str]:
     """Addresses other than the page's own; ``data:`` and ``blob:`` leave nothing."""
     return [one for one in tab.asked() if one != url and not one.startswith(("data:", "blob:"))]
@@ -84,7 +93,7 @@ def asked_elsewhere(tab: Tab, url: str) -> list[str]:
 async def test_every_figure_is_drawn(tmp_path: pathlib.Path, made: MadeUp, scheme: str) -> None:
     async with report(tmp_path, made, scheme) as (_, tab, url):
         seen = {one["key"]: one for one in await tab.value(SEEN)}
-        figures = [one for one in figures_of(read(tmp_path / "out")) if not one.missing]
+        figures = [one for one in figures_in(tmp_path / "out") if not one.missing]
         assert list(seen) == [figure.key for figure in figures]
         for figure in figures:
             one = seen[figure.key]

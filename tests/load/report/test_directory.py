@@ -139,6 +139,22 @@ def test_a_cut_last_line_is_left_out_and_said(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "member",
+    [
+        *({"due_s": value} for value in ("1", None, float("nan"), True, 1e300)),
+        *({"first_s": []}, {"output_tokens": 1.5}, {"error": None}, {"run": 7}, {"is_new": 1}),
+    ],
+    ids=str,
+)
+def test_a_line_with_a_value_of_another_kind_is_told(tmp_path: pathlib.Path, member: dict[str, object]) -> None:
+    stored(tmp_path, finished("run", [made_up_run(requests=2)]))
+    first, second = (tmp_path / REQUESTS_FILE).read_text().splitlines()
+    (tmp_path / REQUESTS_FILE).write_text(f"{first}\n{json.dumps({**json.loads(second), **member})}\n")
+    with pytest.raises(InvalidArgumentError, match=r"requests.jsonl, line 2: not a record of a load test"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "is no load test's directory: it has no run.json"),

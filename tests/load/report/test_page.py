@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
 from kvxfer.load.artefacts import RunDirectory, StoredLoadTest, read
+from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.report.columns import columns_of, percentile_of, width_for, windows
 from kvxfer.load.report.figure import POINTS_MAX, ReportFigure, log_axis, rounded, thinned
 from kvxfer.load.report.rates import SummarizedRun, by_rate, pareto, split_map
@@ -164,21 +165,21 @@ def test_the_same_test_gives_the_same_bytes(tmp_path: pathlib.Path) -> None:
 def test_failures_lower_the_end_of_a_curve() -> None:
     records = [answered(at, at / 10, ttft_s=0.1 + at / 1000) for at in range(80)]
     records += [failed(at, at / 10) for at in range(80, 100)]
-    [figure] = [one for one in figures_of(a_run(run_of(records))) if one.key == "curves"]
+    [figure] = [one for one in figures(run_of(records)) if one.key == "curves"]
     for trace in figure.traces:
         assert trace["y"][-1] == pytest.approx(80.0)
 
 
 def test_a_percentile_that_failures_reach_is_a_gap() -> None:
     records = [answered(at, at / 100) if at % 5 else failed(at, at / 100) for at in range(1000)]
-    [figure] = [one for one in figures_of(a_run(run_of(records))) if one.key == "over-time"]
+    [figure] = [one for one in figures(run_of(records)) if one.key == "over-time"]
     lines = {trace["name"]: trace["y"] for trace in figure.traces if trace.get("showlegend")}
     assert None not in lines["p50"]
     assert set(lines["p90"]) == {None}
 
 
-def a_run(run: LoadRun) -> StoredLoadTest:
-    return StoredLoadTest("run", {}, [run])
+def figures(run: LoadRun) -> list[ReportFigure]:
+    return figures_of([SummarizedRun(run, {})], [columns_of(run)], StoredLoadTest("run", {}, [run]))
 
 
 def summarized(goodput: float, *, is_attained: bool = True, each: float | None = None, **point: Any) -> SummarizedRun:
@@ -229,6 +230,46 @@ def test_the_run_that_is_shown_is_the_best_that_held() -> None:
     assert shown_run([], []) is None
 
 
+SECONDS = st.none() | st.floats(-5, 1e6) | st.integers(0, 100)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+RECORDS = st.builds(
+    MeasuredRequest,
+    run=st.just("run"),
+    number=st.integers(0, 9),
+    request_id=st.text(max_size=3),
+    due_s=st.floats(-5, 1e6),
+    prompt_tokens=st.integers(-1, 1 << 24),
+    output_tokens_asked=st.integers(0, 9),
+    sent_s=SECONDS,
+    first_s=SECONDS,
+    last_s=SECONDS,
+    end_s=SECONDS,
+    output_tokens=st.none() | st.integers(-1, 1 << 24),
+    first_chunk_tokens=st.integers(-1, 9),
+    error=st.sampled_from(["", "", "overloaded"]),
+    account=st.none()
+    | st.dictionaries(
+        st.sampled_from(
+            ["prefill_agent", "decode_agent", "placed_s", "prefill_sent_s", "first_s", "ended_s", "decode"]
+        ),
+        st.floats(0, 10) | st.text(max_size=3) | ANY_JSON,
+    ),
+)
+
+
+@given(st.lists(RECORDS, max_size=12), st.sampled_from([(0.0, 10.0), (0.0, math.inf), (5.0, 5.0), (-1.0, 2e6)]))
+def test_whatever_was_recorded_can_be_drawn(records: list[MeasuredRequest], window: tuple[float, float]) -> None:
+    run = LoadRun("run", "native", 0.0, window, records=records)
+    for figure in figures(run):
+        json.dumps(figure.spec(), allow_nan=False)
+        assert figure.missing or figure.traces
+        assert figure.height < 3_000
+
+
 @given(st.integers(0, 50_000), st.integers(2, 6_000))
 def test_thinning_keeps_both_ends(count: int, most: int) -> None:
     kept = thinned(count, most)
@@ -239,7 +280,7 @@ def test_thinning_keeps_both_ends(count: int, most: int) -> None:
     assert (np.diff(kept) > 0).all()
 
 
-@given(st.lists(st.floats(0, 1e4), max_size=200), st.floats(0.5, 5e3))
+@given(st.lists(st.floats(0, 1e4), max_size=60), st.floats(100, 5e3))
 def test_windows_have_each_request_once(due: list[float], width: float) -> None:
     columns = columns_of(run_of([answered(at, one) for at, one in enumerate(due)], seconds=1e4 + 1))
     parts = windows(columns, width)

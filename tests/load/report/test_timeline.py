@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.load.report import trace_events as trace_events_module
 from kvxfer.load.report.columns import columns_of
 from kvxfer.load.report.timeline import (
     SERVER,
@@ -18,6 +21,7 @@ from kvxfer.load.report.timeline import (
     spans_of,
     timeline,
 )
+from kvxfer.load.report.trace_events import trace_events
 from tests.support.load_made_up import made_up_run
 from tests.support.load_records import answered, run_of
 
@@ -88,3 +92,36 @@ def test_the_bars_of_a_request_are_its_phases() -> None:
     assert [span.phase for span in spans] == ["queue", "prefill", "transfer", "gap", "decode"]
     assert [span.worker for span in spans] == ["prefill-0"] * 2 + ["decode-0"] * 3
     assert not timeline(columns_of(run_of([record], 1e9))).missing
+
+
+def test_the_trace_has_every_phase_on_its_worker() -> None:
+    run = made_up_run(requests=60, failing=0.0)
+    document = json.loads(trace_events(columns_of(run)))
+    names = {one["pid"]: one["args"]["name"] for one in document["traceEvents"] if one["name"] == "process_name"}
+    assert sorted(names.values()) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    drawn = [one for one in document["traceEvents"] if one["ph"] == "X"]
+    assert {one["args"]["number"] for one in drawn} == set(range(60))
+    of_first = [one for one in drawn if one["args"]["number"] == 0]
+    assert [one["name"] for one in of_first] == ["queue", "prefill", "transfer", "gap", "decode"]
+    assert of_first[-1]["ts"] + of_first[-1]["dur"] <= (run.records[0].last_s or 0.0) * 1e6 + 1
+    by_row: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for one in drawn:
+        by_row.setdefault((one["pid"], one["tid"]), []).append((one["ts"], one["ts"] + one["dur"]))
+    for spans in by_row.values():
+        assert all(one[1] <= other[0] + 0.2 for one, other in itertools.pairwise(sorted(spans)))
+
+
+def test_the_trace_says_what_it_is_of() -> None:
+    run = made_up_run(requests=100, failing=0.0)
+    assert json.loads(trace_events(columns_of(run)))["otherData"] == {"run": "run", "requests": 100, "workers": 4}
+    assert trace_events(columns_of(run_of([]))) == "", "of nothing there is none"
+
+
+def test_the_trace_of_a_long_run_is_of_the_requests_around_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_events_module, "REQUESTS_MAX", 20)
+    run = made_up_run(requests=100, failing=0.0)
+    slowest = max(run.records, key=lambda record: record.ttft_s)
+    drawn = json.loads(trace_events(columns_of(run)))["traceEvents"]
+    numbers = {one["args"]["number"] for one in drawn if one["ph"] == "X"}
+    assert len(numbers) == 20
+    assert slowest.number in numbers
