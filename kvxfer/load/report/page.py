@@ -240,7 +240,8 @@ def _figure(figure: ReportFigure) -> str:
     notes = "".join(f'<p class="note">{_text(note)}</p>' for note in figure.notes)
     return (
         f'<figure id="figure-{figure.key}"><figcaption><h2>{_text(figure.title)}</h2><p>{_text(figure.sentence)}</p>'
-        f'{notes}</figcaption><div class="plot" id="plot-{figure.key}" style="height:{figure.height}px"></div></figure>'
+        f'{notes}</figcaption><div class="plot" id="plot-{figure.key}" role="img" aria-label="{_text(figure.title)}" '
+        f'style="height:{figure.height}px"></div></figure>'
     )
 
 

@@ -72,8 +72,8 @@ def shares(columns: RunColumns) -> ReportFigure:
         figure.notes.append(f"Means of one request in {every}.")
     figure.layout = {
         "barmode": "stack",
-        "xaxis": axis("share of the time to the first token, %", range=[0, 100], domain=left),
-        "xaxis2": axis("share of the time to the last token, %", range=[0, 100], domain=right, anchor="y2"),
+        "xaxis": axis("% of the time to the first token", range=[0, 100], domain=left),
+        "xaxis2": axis("% of the time to the last token", range=[0, 100], domain=right, anchor="y2"),
         "yaxis": axis("prompt tokens", type="category", autorange="reversed"),
         "yaxis2": axis("", type="category", autorange="reversed", anchor="x2", showticklabels=False),
     }

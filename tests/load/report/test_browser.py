@@ -14,6 +14,7 @@ from kvxfer.load.report.figure import ReportFigure
 from kvxfer.load.report.rates import SummarizedRun
 from kvxfer.load.report.write import figures_of, write_report
 from tests.load.report.test_page import HOSTILE
+from tests.router.ui.test_browser import CONTRASTS
 from tests.support.browser import WITHOUT, Browser, Tab, browsing, find_browser
 from tests.support.load_made_up import MadeUp, finished, made_up_run, made_up_search, made_up_sweep
 from tests.support.load_records import failed, run_of
@@ -48,6 +49,8 @@ OVERLAPS = """
 })
 """
 """Labels of axes, legends and lines that cover each other."""
+
+COLOUR = "getComputedStyle(node).color"
 
 
 @contextlib.asynccontextmanager
@@ -103,6 +106,10 @@ async def test_every_figure_is_drawn(tmp_path: pathlib.Path, made: MadeUp, schem
             assert one["marks"] >= sum(bool(trace.get("x")) for trace in figure.traces) / 2, one
             assert one["texts"] > 5
         assert await tab.value(OVERLAPS) == []
+        worst = await tab.value(
+            CONTRASTS.replace(COLOUR, f"(node.closest('svg') ? {COLOUR.replace('color', 'fill')} : {COLOUR})")
+        )
+        assert worst[0][0] >= 4.5, worst
         assert tab.troubles() == []
         assert asked_elsewhere(tab, url) == []
 
