@@ -71,7 +71,7 @@ def windows(columns: RunColumns, width_s: float) -> list[tuple[float, slice]]:
     return [(float(edges[at]), slice(int(places[at]), int(places[at + 1]))) for at in range(count)]
 
 
-def width_for(columns: RunColumns, most: int = 120, fewest_in: int = 50) -> float:
+def width_for(columns: RunColumns, most: int = 120, fewest_in: int = 30) -> float:
     """A width of windows with enough requests in each, from the round ones."""
     begin, end = columns.span_s
     span = max(end - begin, 1e-6)

@@ -34,7 +34,9 @@ KIND_NAMES = {
     "import": "results of another tool",
     "unfinished": "cut off before its end",
 }
-SHOWN_SETTINGS = ("url", "model", "api", "driver", "goodput", "attainment", "seed", "salt", "processes")
+SHOWN_SETTINGS = ("url", "model", "api", "trace", "seed", "salt", "warmup", "goodput", "attainment")
+DIFFER = "url"
+"""A sweep has another one at each point, which says nothing."""
 
 
 def page_of(stored: StoredLoadTest, figures: Sequence[ReportFigure]) -> str:
@@ -106,7 +108,7 @@ def _settings(stored: StoredLoadTest) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name in SHOWN_SETTINGS:
         values = {str(value) for run in stored.runs if (value := _found(run.settings, name)) not in (None, "")}
-        if values:
+        if values - ({"0"} if name != "seed" else set()) and not (name == DIFFER and len(values) > 1):
             told[name] = ", ".join(sorted(values)[:5])
     return told
 

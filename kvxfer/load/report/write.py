@@ -65,12 +65,15 @@ def limits_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def shown_run(summarized: Sequence[SummarizedRun], runs: Sequence[RunColumns]) -> RunColumns | None:
-    """The run that the figures of one run show: the best that met its target, else the last that has requests."""
+    """The run that the figures of one run show: of those that met their target, that with the best goodput, of a
+    device where it is known; else the last that has requests."""
     known = [at for at, run in enumerate(runs) if run.count]
     if not known:
         return runs[-1] if runs else None
     held = [at for at in known if summarized[at].is_attained]
-    best = max(held, key=lambda at: summarized[at].number("goodput_per_s") or 0.0) if held else known[-1]
+    each = [summarized[at].number("goodput_per_device_per_s") for at in held]
+    name = "goodput_per_s" if None in each else "goodput_per_device_per_s"
+    best = max(held, key=lambda at: summarized[at].number(name) or 0.0) if held else known[-1]
     return runs[best]
 
 

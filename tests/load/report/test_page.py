@@ -226,6 +226,7 @@ def test_the_run_that_is_shown_is_the_best_that_held() -> None:
     worth = [(5.0, True), (7.0, True), (9.0, False), (1.0, True)]
     told = [summarized(goodput, is_attained=held) for goodput, held in worth]
     assert shown_run(told, runs) is runs[1]
+    assert shown_run([summarized(5.0, each=4.0 - at) for at in range(4)], runs) is runs[0], "of one worker, where known"
     assert shown_run([summarized(1.0, is_attained=False)] * 4, runs) is runs[3]
     assert shown_run([], []) is None
 
