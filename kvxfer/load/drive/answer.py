@@ -1,0 +1,240 @@
+"""Reads one answer: decides which of its chunks have content, what its usage says, and whether it is whole.
+
+Pure: bytes and times go in, members of the record come out. It must never know a connection. The definitions are those
+of ``kvxfer.load.record``; docs/load-test.md has them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+from kvxfer.load.record import MeasuredRequest
+
+MESSAGE_MAX = 200
+ERROR_MAX = 100
+LINE_BYTES_MAX = 16 << 20
+PLAIN_BYTES_MAX = 64 << 20
+ACCOUNT = "kvxfer-account"
+
+CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""Members of a delta that are content."""
+
+BAD_ANSWER = "bad_answer"
+BROKEN_STREAM = "broken_stream"
+CONNECTION_LOST = "connection_lost"
+DRIVER_LOST = "driver_lost"
+NO_BODY = "no_body"
+NOT_FINISHED = "not_finished"
+TIMEOUT = "timeout"
+TOO_MANY_CONNECTIONS = "too_many_connections"
+UNREACHABLE = "unreachable"
+
+
+def has_content(event: dict[str, Any]) -> bool:
+    """Whether a chunk has text, reasoning text or a tool call. A chunk with a role alone, or with usage, has none."""
+    choices = event.get("choices")
+    if not choices or not isinstance(choices, list):
+        return False
+    for choice in choices:
+        if isinstance(choice, dict):
+            if choice.get("text"):
+                return True
+            part = choice.get("delta") or choice.get("message")
+            if isinstance(part, dict) and any(part.get(name) for name in CONTENT):
+                return True
+    return False
+
+
+def failure_of(value: Any, status: int | None) -> tuple[str, str]:
+    """(name, message) of an error body or an error event: its ``code`` if that is a word, else its ``type``, else
+    ``http_STATUS`` (``server_error`` in a stream)."""
+    error = value.get("error", value) if isinstance(value, dict) else value
+    name, message = "", cast(Any, "")
+    if isinstance(error, dict):
+        name = next((word for key in ("code", "type") if isinstance(word := error.get(key), str) and word), "")
+        message = error.get("message") or error.get("detail") or ""
+    elif error is not None:
+        message = error
+    if not isinstance(message, str):
+        message = json.dumps(message)
+    return name[:ERROR_MAX] or (f"http_{status}" if status and status != 200 else "server_error"), message[:MESSAGE_MAX]
+
+
+class AnswerReader:
+    """One answer with its head, chunk by chunk. ``data`` returns False where nothing more is worth reading."""
+
+    __slots__ = (
+        *(
+            "_data",
+            "_rest",
+            "_streamed",
+            "account",
+            "cached_tokens",
+            "chunks",
+            "completion_tokens",
+            "error",
+            "failed_s",
+        ),
+        *("first_s", "first_tokens", "has_finished", "is_done", "last_s", "longest_gap_s", "message", "prompt_tokens"),
+        *("status",),
+    )
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self.failed_s: float | None = None
+        self.longest_gap_s: float | None = None
+        self.chunks = 0
+        self.first_tokens = 1
+        self.completion_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.account: dict[str, Any] | None = None
+        self.error = ""
+        self.message = ""
+        self.is_done = False
+        self.has_finished = False
+        self._streamed = False
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def head(self, status: int, content_type: str) -> None:
+        """The head is there. A body that is no event stream is read whole."""
+        self.status = status
+        self._streamed = status == 200 and content_type.partition(";")[0].strip().lower() == "text/event-stream"
+
+    def data(self, part: bytes, now_s: float) -> bool:
+        if not self._streamed:
+            self._rest += part
+            return len(self._rest) <= PLAIN_BYTES_MAX or self._bad(now_s, "the answer is too long")
+        lines = (self._rest + part if self._rest else part).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line[-1:] == b"\r":
+                line = line[:-1]
+            if line[:5] == b"data:":
+                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line:
+                if self._data and not self._dispatch(now_s):
+                    return False
+            elif line[:1] == b":":
+                self._comment(line[1:].strip())
+        return len(self._rest) <= LINE_BYTES_MAX or self._bad(now_s, "a line of the stream is too long")
+
+    def end(self, now_s: float) -> None:
+        """The body is whole as far as HTTP goes: says whether the answer is."""
+        if self._streamed:
+            if self._rest:
+                self.data(b"\n", now_s)
+            if self._data:
+                self._dispatch(now_s)
+            if not self.error and not self.is_done and not self.has_finished:
+                self.fail(BROKEN_STREAM, "the stream ended before its last event", now_s)
+        else:
+            self._whole(now_s)
+
+    def fail(self, error: str, message: str, now_s: float) -> None:
+        """The first failure is kept; after ``[DONE]`` nothing can fail any more."""
+        if not self.error and not self.is_done:
+            self.error, self.message, self.failed_s = error, message[:MESSAGE_MAX], now_s
+
+    def fill(self, record: MeasuredRequest, end_s: float) -> None:
+        """What was read, into the record."""
+        record.status, record.error, record.message = self.status, self.error, self.message
+        record.first_s, record.last_s, record.longest_gap_s = self.first_s, self.last_s, self.longest_gap_s
+        record.end_s = end_s if self.failed_s is None else self.failed_s
+        record.chunks, record.first_chunk_tokens = self.chunks, self.first_tokens
+        record.cached_tokens, record.account = self.cached_tokens, self.account
+        if self.prompt_tokens is not None:
+            record.prompt_tokens = self.prompt_tokens
+        if self.completion_tokens is not None:
+            record.output_tokens, record.tokens_from = self.completion_tokens, "usage"
+        elif self.chunks:
+            record.output_tokens, record.tokens_from = self.chunks, "chunks"
+
+    def _dispatch(self, now_s: float) -> bool:
+        """One event is whole."""
+        text = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+        self._data.clear()
+        if text.strip() == b"[DONE]":
+            self.is_done = True
+            return True
+        try:
+            event = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return self._bad(now_s, f"an event is no JSON: {error}")
+        if not isinstance(event, dict):
+            return self._bad(now_s, "an event is no JSON object")
+        if event.get("error") or event.get("object") == "error":
+            self.fail(*failure_of(event, self.status), now_s)
+            return True
+        if has_content(event):
+            if self.first_s is None:
+                self.first_s = now_s
+                usage = event.get("usage")
+                tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+                self.first_tokens = tokens if isinstance(tokens, int) and tokens > 0 else 1
+            elif self.last_s is not None and now_s - self.last_s > (self.longest_gap_s or -1.0):
+                self.longest_gap_s = now_s - self.last_s
+            self.last_s = now_s
+            self.chunks += 1
+        self._members(event)
+        return True
+
+    def _members(self, event: dict[str, Any]) -> None:
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            details = usage.get("prompt_tokens_details")
+            cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            for name, value in (
+                ("completion_tokens", usage.get("completion_tokens")),
+                ("prompt_tokens", usage.get("prompt_tokens")),
+                ("cached_tokens", cached),
+            ):
+                if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                    setattr(self, name, value)
+        account = event.get("kvxfer")
+        if isinstance(account, dict):
+            self.account = {**(self.account or {}), **account}
+        choices = event.get("choices")
+        if isinstance(choices, list):
+            for choice in choices:
+                if isinstance(choice, dict) and choice.get("finish_reason"):
+                    self.has_finished = True
+
+    def _comment(self, text: bytes) -> None:
+        name, _, value = text.partition(b" ")
+        if name == ACCOUNT.encode():
+            try:
+                account = json.loads(value)
+            except (ValueError, RecursionError):
+                return
+            if isinstance(account, dict):
+                self.account = {**(self.account or {}), **account}
+
+    def _whole(self, now_s: float) -> None:
+        """A body that is no stream."""
+        try:
+            value = json.loads(self._rest)
+        except (ValueError, RecursionError):
+            value = None
+        if self.status != 200:
+            name, message = failure_of(value, self.status)
+            self.fail(name, message or self._rest[:MESSAGE_MAX].decode(errors="replace"), now_s)
+        elif not isinstance(value, dict):
+            self.fail(BAD_ANSWER, "the answer is neither an event stream nor a JSON object", now_s)
+        elif value.get("error") or value.get("object") == "error":
+            self.fail(*failure_of(value, self.status), now_s)
+        else:
+            self._members(value)
+            if not isinstance(value.get("choices"), list):
+                self.fail(BAD_ANSWER, "the answer has no choices", now_s)
+            elif has_content(value):
+                self.first_s = self.last_s = now_s
+                self.chunks, self.first_tokens = 1, self.completion_tokens or 1
+
+    def _bad(self, now_s: float, message: str) -> bool:
+        self.fail(BAD_ANSWER, message, now_s)
+        return False
