@@ -78,11 +78,12 @@ class Wire:
             "_is_complete",
             "_is_framed",
             "_is_junk",
+            "_is_kept",
             "_now_s",
             "_out",
             "_owner",
         ),
-        *("_parser", "_sock", "_stood_idle", "_buffer", "_view", "fd", "request", "state", "_is_tls", "_wants_out"),
+        *("_parser", "_sock", "_stood_idle", "_buffer", "_view", "fd", "request", "state", "_is_tls"),
     )
 
     def __init__(
@@ -95,8 +96,7 @@ class Wire:
         self._view = memoryview(buffer)
         self._out: memoryview | None = None
         self._content_type = ""
-        self._has_bytes = self._is_complete = self._is_framed = self._is_junk = self._stood_idle = False
-        self._wants_out = False
+        self._has_bytes = self._is_complete = self._is_framed = self._is_junk = self._is_kept = self._stood_idle = False
         self._now_s = 0.0
         self.request: SentRequest | None = None
         self.state = WireState.DIALING
@@ -197,7 +197,7 @@ class Wire:
     def _begin(self, request: SentRequest, *, stood_idle: bool) -> None:
         self.state = WireState.BUSY
         self._stood_idle = stood_idle
-        self._has_bytes = self._is_complete = self._is_framed = self._is_junk = False
+        self._has_bytes = self._is_complete = self._is_framed = self._is_junk = self._is_kept = False
         self._content_type = ""
         self._parser = httptools.HttpResponseParser(self)
         self._out = memoryview(request.payload)
@@ -271,7 +271,7 @@ class Wire:
         """The answer is whole, as far as HTTP goes."""
         request, self.request = self.request, None
         assert request is not None
-        is_kept = not self._is_junk and self._out is None and self._parser.should_keep_alive()
+        is_kept = self._is_kept and not self._is_junk and self._out is None
         self._parser = None
         if is_kept:
             self.state = WireState.IDLE
@@ -318,4 +318,5 @@ class Wire:
     def on_message_complete(self) -> None:
         if self.request is not None and self.request.reader.status is not None and not self._is_complete:
             self._is_complete = True
+            self._is_kept = self._parser.should_keep_alive()  # what it says is no longer so after this call
             self.request.reader.end(self._now_s)

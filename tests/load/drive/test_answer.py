@@ -1,0 +1,227 @@
+"""What of an answer is content, what failed and what it counted; whatever pieces the bytes come in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.load.drive.answer import AnswerReader, failure_of, has_content
+from kvxfer.load.record import MeasuredRequest
+from tests.support.load_server import sse, token, usage
+
+STREAM = "text/event-stream"
+
+
+def delta(**members: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": members}]}
+
+
+def read(*parts: tuple[bytes, float], status: int = 200, kind: str = STREAM, end_s: float = 9.0) -> MeasuredRequest:
+    reader = AnswerReader()
+    reader.head(status, kind)
+    for part, now_s in parts:
+        if not reader.data(part, now_s):
+            break
+    reader.end(end_s)
+    record = MeasuredRequest("run", 0, "id", 0.0, 5, 2)
+    reader.fill(record, end_s)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (token("a"), True),
+        (token(" "), True),
+        (token(""), False),
+        (delta(content="a"), True),
+        (delta(content=""), False),
+        (delta(content=None), False),
+        (delta(role="assistant"), False),
+        (delta(role="assistant", content=""), False),
+        (delta(role="assistant", content="a"), True),
+        (delta(reasoning_content="hm"), True),
+        (delta(reasoning="hm"), True),
+        (delta(reasoning=""), False),
+        (delta(tool_calls=[{"index": 0, "function": {"name": "f"}}]), True),
+        (delta(tool_calls=[]), False),
+        ({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}, False),
+        ({"choices": [{"text": ""}, {"text": "b"}]}, True),
+        (usage(3), False),
+        ({}, False),
+        ({"choices": None}, False),
+        ({"choices": [None, 3, "x"]}, False),
+        ({"choices": [{"delta": "x"}]}, False),
+    ],
+)
+def test_content(event: dict[str, Any], expected: bool) -> None:
+    assert has_content(event) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "expected"),
+    [
+        ({"error": {"code": "overloaded", "type": "server", "message": "full"}}, 503, ("overloaded", "full")),
+        ({"error": {"code": 429, "type": "TooManyRequests", "message": "m"}}, 429, ("TooManyRequests", "m")),
+        ({"error": {"message": "m"}}, 400, ("http_400", "m")),
+        ({"object": "error", "type": "BadRequest", "message": "m", "code": 400}, 400, ("BadRequest", "m")),
+        ({"error": "words"}, 500, ("http_500", "words")),
+        ({"detail": [{"loc": 1}]}, 422, ("http_422", '[{"loc": 1}]')),
+        (None, 502, ("http_502", "")),
+        ({"error": {"message": "x" * 1000}}, 200, ("server_error", "x" * 200)),
+    ],
+)
+def test_failures_have_names(value: Any, status: int, expected: tuple[str, str]) -> None:
+    assert failure_of(value, status) == expected
+
+
+def test_times_and_counts() -> None:
+    record = read(
+        (sse(delta(role="assistant"), done=False), 1.0),
+        (sse(delta(reasoning="a"), done=False), 2.0),
+        (sse(delta(content="b"), done=False), 2.5),
+        (sse(delta(content="c"), done=False), 4.5),
+        (sse(delta(content="d"), done=False), 5.0),
+        (sse(usage(6, 11, prompt_tokens_details={"cached_tokens": 8})), 6.0),
+        end_s=6.5,
+    )
+    assert (record.first_s, record.last_s, record.end_s, record.longest_gap_s) == (2.0, 5.0, 6.5, 2.0)
+    assert (record.output_tokens, record.tokens_from, record.chunks) == (6, "usage", 4)
+    assert (record.prompt_tokens, record.cached_tokens, record.error) == (11, 8, "")
+
+
+def test_without_usage_chunks_count() -> None:
+    record = read((sse(token("a"), token("b")), 1.0))
+    assert (record.output_tokens, record.tokens_from, record.prompt_tokens) == (2, "chunks", 5)
+
+
+def test_usage_in_each_chunk_says_how_many_came_first() -> None:
+    many = [token("abc", usage={"completion_tokens": 3}), token("d", usage={"completion_tokens": 4})]
+    record = read((sse(*many), 1.0))
+    assert (record.first_chunk_tokens, record.output_tokens) == (3, 4)
+
+
+ACCOUNT = b': kvxfer-account {"queue_s": 0.5}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        sse(token(), done=False) + ACCOUNT + b"\n\n" + b"data: [DONE]\n\n",
+        sse(token()) + ACCOUNT + b"\n\n",
+        sse(token()) + ACCOUNT + b"\n",
+        sse(token()) + ACCOUNT,
+    ],
+)
+def test_account_in_a_comment(text: bytes) -> None:
+    assert read((text, 1.0)).account == {"queue_s": 0.5}
+
+
+def test_account_in_the_last_chunk_and_in_a_comment() -> None:
+    record = read((sse(token(), {"choices": [], "kvxfer": {"attempt": 1}}) + ACCOUNT + b"\n\n: else {}\n\n", 1.0))
+    assert record.account == {"attempt": 1, "queue_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (sse(token(), done=False), "broken_stream"),
+        (b"", "broken_stream"),
+        (sse({"choices": [{"text": "", "finish_reason": "length"}]}, done=False), ""),
+        (sse(token()), ""),
+        (sse(token(), {"error": {"code": "peer_gone", "message": "m"}}), "peer_gone"),
+        (sse(token(), {"error": {"message": "m"}}), "server_error"),
+        (sse(token(), b"{nonsense"), "bad_answer"),
+        (sse(token(), b"[1]"), "bad_answer"),
+        (sse(token(), b"[" * 100_000), "bad_answer"),
+        (b"data:" + json.dumps(token()).encode() + b"\r\n\r\ndata: [DONE]\r\n\r\n", ""),
+        (b"event: x\nid: 3\n\n" + sse(token()), ""),
+        (sse(token()).removesuffix(b"\n\n"), ""),
+        (b'data: {"choices":\ndata: []}\n\ndata: [DONE]\n\n', ""),
+    ],
+)
+def test_how_a_stream_ends(text: bytes, error: str) -> None:
+    assert read((text, 1.0)).error == error
+
+
+def test_an_error_ends_when_it_was_said() -> None:
+    record = read((sse({"error": {"code": "c"}}, done=False), 3.0), end_s=4.0)
+    assert (record.error, record.end_s) == ("c", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (200, {"choices": [{"text": "abc"}], "usage": {"completion_tokens": 3}}, ""),
+        (200, {"choices": [{"message": {"content": "abc"}}]}, ""),
+        (200, {"error": {"code": "c"}}, "c"),
+        (200, {}, "bad_answer"),
+        (200, b"hello", "bad_answer"),
+        (503, {"error": {"code": "overloaded"}}, "overloaded"),
+        (503, b"<html>", "http_503"),
+        (404, b"", "http_404"),
+    ],
+)
+def test_an_answer_that_is_no_stream(status: int, body: Any, error: str) -> None:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    record = read((text, 1.0), status=status, kind="application/json", end_s=2.0)
+    assert (record.error, record.status) == (error, status)
+    if not error:
+        assert (record.first_s, record.last_s, record.tpot_s) == (2.0, 2.0, None)
+
+
+WHOLE = (
+    sse(delta(role="assistant"), delta(content="é"), token("b"), usage(3), comment=ACCOUNT).replace(b"\n", b"\r\n")
+    + b": ping\n\n"
+)
+
+
+@given(st.lists(st.integers(0, len(WHOLE)), max_size=20))
+def test_pieces_do_not_matter(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(WHOLE)]
+    parts = [(WHOLE[low:high], 1.0) for low, high in itertools.pairwise(places)]
+    assert read(*parts) == read((WHOLE, 1.0))
+
+
+@given(st.binary(max_size=200), st.sampled_from([200, 500]), st.sampled_from([STREAM, "application/json", ""]))
+def test_no_bytes_break_it(text: bytes, status: int, kind: str) -> None:
+    assert read((text, 1.0), status=status, kind=kind).error
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "choices",
+                        "delta",
+                        "text",
+                        "usage",
+                        "error",
+                        "kvxfer",
+                        "completion_tokens",
+                        "prompt_tokens_details",
+                        "cached_tokens",
+                        "finish_reason",
+                        "message",
+                        "code",
+                    ]
+                ),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=20,
+    )
+)
+def test_no_json_breaks_it(value: Any) -> None:
+    read((sse(value), 1.0))
+    read((json.dumps(value).encode(), 1.0), kind="application/json")
