@@ -89,12 +89,16 @@ class ScriptedServer:
         self._threads: list[threading.Thread] = []
         self._connections = 0
         self.asked: list[AskedOf] = []
-        self.received = threading.Event()
-        """Set with the first request."""
+        self._came = threading.Condition()
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http{'s' if context else ''}://127.0.0.1:{self.port}"
         self._threads.append(threading.Thread(target=self._accept))
         self._threads[0].start()
+
+    def wait(self, count: int) -> None:
+        """Until so many requests have come."""
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.asked) >= count, 20)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -139,8 +143,9 @@ class ScriptedServer:
                     headers[name.lower()] = value.strip()
                 body = reader.read(int(headers.get("content-length", "0")))
                 asked = AskedOf(line.split()[1].decode(), headers, json.loads(body or b"{}"), connection, place)
-                self.asked.append(asked)
-                self.received.set()
+                with self._came:
+                    self.asked.append(asked)
+                    self._came.notify_all()
                 place += 1
                 for step in self._script(asked):
                     if isinstance(step, bytes):
@@ -172,7 +177,13 @@ class NumberBody:
     def __call__(self, request: WorkloadRequest) -> bytes:
         if request.number in self.broken:
             raise RuntimeError("no such body")
-        body = {"number": request.number, "session": request.session, "turn": request.turn, "pad": "x" * self.pad}
+        asked = {"model": "mock", "prompt": "x", "max_tokens": request.output_tokens, "stream": True}
+        body = asked | {
+            "number": request.number,
+            "session": request.session,
+            "turn": request.turn,
+            "pad": "x" * self.pad,
+        }
         return json.dumps(body).encode()
 
 

@@ -172,9 +172,10 @@ def test_an_answer_before_the_body_was_sent() -> None:
     """The server refuses by the head alone, and reads nothing more."""
     refusal = plain(413, {"error": {"code": "too_large"}}, "connection: close\r\n")
     with scripted() as server:
-        server._answer = lambda one, connection: (one.recv(100), one.sendall(refusal), server.received.wait(20))  # type: ignore[method-assign]
-        threading.Timer(1.0, server.received.set).start()
+        served = threading.Event()
+        server._answer = lambda one, _: (one.recv(100), one.sendall(refusal), served.wait(20))  # type: ignore[method-assign]
         _, records = driven(server.url, workload_of([0.0]), NumberBody(pad=40 << 20))
+        served.set()
     assert (records[0].error, records[0].status, records[0].sent_s) == ("too_large", 413, None)
 
 
