@@ -1,0 +1,1 @@
+"""What benchmarks/load_driver.py runs against, and beside."""
