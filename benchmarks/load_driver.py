@@ -125,7 +125,8 @@ def shown(name: str, row: dict[str, Any]) -> str:
     shares = ", ".join(f"{share:.4f}" for share in row["sent_due"])
     return (
         f"| {name} | {row['rate']:.0f} | {row['cpu_s_per_1000']:.3f} | {row['per_core_s']:.0f}"
-        f" | {row['late_p50_ms']:.2f} | {row['late_p99_ms']:.2f} | {row['late_max_ms']:.1f} | {shares} | {', '.join(row['misses']) or '-'} |"
+        f" | {row['late_p50_ms']:.2f} | {row['late_p99_ms']:.2f} | {row['late_max_ms']:.1f} | {shares}"
+        f" | {', '.join(row['misses']) or '-'} |"
     )
 
 

@@ -35,9 +35,13 @@ def command(name: str, path: str, url: str, rate: float, requests: int, folder: 
             *("--no-gpu-telemetry", "--no-server-metrics", f"--artifact-dir={folder / str(requests)}"),
         ]
     return [
-        *(path, "run", f"--target={url}", "--profile=poisson", f"--rate={rate}", f"--max-requests={requests}"),
-        *("--data=prompt_tokens=16,output_tokens=32", f"--processor={tokenizer}", "--model=echo"),
-        *("--disable-console", f"--output-dir={folder}", "--outputs=json"),
+        *(path, "run", f"--backend=kind=openai_http,target={url},model=echo,request_format=/v1/chat/completions"),
+        *(f"--profile=kind=poisson,rate={rate}", f"--constraint=kind=max_requests,value={requests}"),
+        *(
+            "--data=kind=synthetic_text,prompt_tokens=16,output_tokens=32",
+            f"--tokenizer=kind=hf_auto,model={tokenizer}",
+        ),
+        *("--disable-console", "--output=kind=json,path=out.json"),
     ]
 
 
