@@ -36,7 +36,7 @@ def command(name: str, path: str, url: str, rate: float, requests: int, folder: 
         ]
     return [
         *(path, "run", f"--backend=kind=openai_http,target={url},model=echo,request_format=/v1/chat/completions"),
-        *(f"--profile=kind=poisson,rate={rate}", f"--constraint=kind=max_requests,value={requests}"),
+        *(f"--profile=kind=poisson,rate={rate}", f"--constraint=kind=max_requests,count={requests}"),
         *(
             "--data=kind=synthetic_text,prompt_tokens=16,output_tokens=32",
             f"--tokenizer=kind=hf_auto,model={tokenizer}",

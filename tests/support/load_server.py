@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -169,14 +170,17 @@ def scripted(script: Script = good, **more: Any) -> Iterator[ScriptedServer]:
 
 @dataclasses.dataclass(frozen=True)
 class NumberBody:
-    """A body that says the request's number; ``pad`` bytes more; those of ``broken`` cannot be made."""
+    """A body that says the request's number; ``pad`` bytes more, made in ``make_s``; those of ``broken`` cannot be
+    made."""
 
     pad: int = 0
+    make_s: float = 0.0
     broken: tuple[int, ...] = ()
 
     def __call__(self, request: WorkloadRequest) -> bytes:
         if request.number in self.broken:
             raise RuntimeError("no such body")
+        time.sleep(self.make_s)
         asked = {"model": "mock", "prompt": "x", "max_tokens": request.output_tokens, "stream": True}
         body = asked | {
             "number": request.number,

@@ -31,6 +31,10 @@ class ProcessUse:
     worst_wakeup_s: float
     bodies_late: int
     """Requests whose bodies were not made before they were due."""
+    stamps_late: int
+    """Arrivals that came while a body was made, and were noted after it."""
+    worst_stamp_s: float
+    """The most that one of them can have been noted too late."""
 
 
 class ControlLine:

@@ -6,6 +6,7 @@ others, but for a turn that waits for the turn before it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import math
@@ -131,6 +132,10 @@ class Schedule:
         """All requests whose due times are known, in their order."""
         return [(due_s, request) for due_s, _, request in sorted(self._heap, key=lambda entry: entry[:2])]
 
+    def unknown(self) -> list[WorkloadRequest]:
+        """All turns that wait for another, in the workload's order."""
+        return sorted(self._next.values(), key=lambda request: request.number)
+
     def ended(self, number: int, end_s: float, *, is_good: bool) -> Iterator[tuple[float, WorkloadRequest]]:
         """Request ``number`` has ended. What is returned is never sent: turns of a broken session, each with the time
         at which it would have been due had each answer taken no time."""
@@ -164,19 +169,28 @@ class Schedule:
 
 
 class BodyStore:
-    """Requests made ready before they are due: the earliest first, within a bound of bytes.
+    """Requests made ready before they are due: the earliest first, within a bound of bytes; then, within half of it,
+    turns whose time is not known yet.
 
     ``make`` turns a request into the bytes that are sent; it takes time, so the caller says when there is some.
     """
 
     def __init__(
-        self, make: Callable[[WorkloadRequest], bytes], known: Sequence[tuple[float, WorkloadRequest]]
+        self,
+        make: Callable[[WorkloadRequest], bytes],
+        known: Sequence[tuple[float, WorkloadRequest]],
+        later: Sequence[WorkloadRequest] = (),
+        *,
+        bytes_max: int = 1 << 30,
     ) -> None:
         self._make = make
+        self._bytes_max = bytes_max
         self._wanted = [(due_s, request.number, request) for due_s, request in known]
         heapq.heapify(self._wanted)
+        self._later = collections.deque(later)
         self._made: dict[int, bytes] = {}
-        self._gone: set[int] = set()
+        self._is_over = set[int]()
+        """Numbers that were made or taken, of requests that may still stand in ``_wanted`` or ``_later``."""
         self._tokens = 0
         self._seconds = 0.0
         self.bytes = 0
@@ -185,14 +199,19 @@ class BodyStore:
 
     @property
     def wanted(self) -> WorkloadRequest | None:
-        """What is made next."""
-        while self._wanted and self._wanted[0][1] in self._gone:
-            self._gone.discard(heapq.heappop(self._wanted)[1])
-        return self._wanted[0][2] if self._wanted else None
+        """What is made next; None where there is nothing, or no room."""
+        while self._wanted and self._wanted[0][1] in self._is_over:
+            heapq.heappop(self._wanted)
+        while self._later and self._later[0].number in self._is_over:
+            self._later.popleft()
+        if self._wanted:
+            return self._wanted[0][2] if self.bytes < self._bytes_max else None
+        return self._later[0] if self._later and self.bytes < self._bytes_max // 2 else None
 
     def expect(self, due_s: float, request: WorkloadRequest) -> None:
         """A turn will be due about then."""
-        heapq.heappush(self._wanted, (due_s, request.number, request))
+        if request.number not in self._is_over:
+            heapq.heappush(self._wanted, (due_s, request.number, request))
 
     def seconds(self, request: WorkloadRequest) -> float:
         """How long it will take to make this one, by those before."""
@@ -203,10 +222,11 @@ class BodyStore:
         self._seconds += seconds
 
     def prepare(self) -> WorkloadRequest | None:
-        """Make the next one; None where nothing is wanted."""
+        """Make the next one; None where none is wanted. Raises whatever ``make`` raises; the request is then left to
+        :meth:`take`."""
         request = self.wanted
         if request is not None:
-            heapq.heappop(self._wanted)
+            self._is_over.add(request.number)
             made = self._make(request)
             self._made[request.number] = made
             self.bytes += len(made)
@@ -217,7 +237,7 @@ class BodyStore:
         made = self._made.pop(request.number, None)
         if made is None:
             self.late += 1
-            self._gone.add(request.number)
+            self._is_over.add(request.number)
             return self._make(request)
         self.bytes -= len(made)
         return made

@@ -57,7 +57,7 @@ class Sender:
         self._line = line
         self._schedule = Schedule(plan.requests, plan.mode)
         known = self._schedule.known()
-        self._bodies = BodyStore(self._payload, known)
+        self._bodies = BodyStore(self._payload, known, self._schedule.unknown(), bytes_max=plan.ahead_bytes)
         self._ahead = collections.deque(due_s for due_s, _ in known)
         """Due times for which no connection was dialed yet."""
         self._buffer = bytearray(RECEIVE_BYTES)
@@ -70,8 +70,8 @@ class Sender:
         """(when it was begun, number) in order; some have ended."""
         self._untold: collections.deque[MeasuredRequest] = collections.deque()
         self._latest_due_s = plan.span_s
-        self._sent = self._wakeups_late = 0
-        self._worst_wakeup_s = self._told_s = self._progress_s = 0.0
+        self._sent = self._wakeups_late = self._stamps_late = 0
+        self._worst_wakeup_s = self._worst_stamp_s = self._told_s = self._progress_s = 0.0
         self._line_events = select.EPOLLIN
         self._is_stopped = False
         self.epoll.register(line.fileno(), select.EPOLLIN)
@@ -113,6 +113,8 @@ class Sender:
             self._wakeups_late,
             round(self._worst_wakeup_s, 6),
             self._bodies.late,
+            self._stamps_late,
+            round(self._worst_stamp_s, 6),
         )
         while self._untold:
             self._tell()
@@ -279,11 +281,13 @@ class Sender:
                 self._line.flush()
                 self._watch_line()
             else:
-                wanted = self._bodies.wanted if self._bodies.bytes < self._plan.ahead_bytes else None
+                wanted = self._bodies.wanted
                 if wanted is not None and now_s + 2 * self._bodies.seconds(wanted) + IDLE_S < until_s:
                     if self._handle(self.epoll.poll(0, EVENTS_MAX)):
                         return
-                    is_busy = self._make_one()
+                    self._make_one()
+                    self._stamp_late(self._now() - now_s)
+                    return
             if is_busy:
                 self._handle(self.epoll.poll(0, EVENTS_MAX))
                 return
@@ -300,6 +304,14 @@ class Sender:
                 self._wakeups_late += 1
                 self._worst_wakeup_s = max(self._worst_wakeup_s, late_s)
             self._handle(self.epoll.poll(0, EVENTS_MAX))
+
+    def _stamp_late(self, spent_s: float) -> None:
+        """What came while a body was made is noted that much too late at most."""
+        events = self.epoll.poll(0, EVENTS_MAX)
+        if events:
+            self._stamps_late += len(events)
+            self._worst_stamp_s = max(self._worst_stamp_s, spent_s)
+            self._handle(events)
 
     def _next_chore_s(self, now_s: float) -> float:
         """When something is to be done besides sending."""
@@ -342,7 +354,7 @@ class Sender:
     def _make_one(self) -> bool:
         """One body, ahead of its time; False where none is wanted."""
         request = self._bodies.wanted
-        if request is None or self._bodies.bytes >= self._plan.ahead_bytes:
+        if request is None:
             return False
         began_s = time.monotonic()
         try:

@@ -130,8 +130,8 @@ def test_a_broken_session(mode: DispatchMode, errors: list[str]) -> None:
 
 def test_connections_are_kept() -> None:
     with scripted() as server:
-        driven(server.url, workload_of([place * 0.05 for place in range(10)]))
-    assert max(asked.place for asked in server.asked) >= 8
+        driven(server.url, workload_of([place * 0.05 for place in range(20)]))
+    assert len({asked.connection for asked in server.asked}) <= 10  # a busy machine needs more than two
 
 
 def test_a_stale_connection_is_tried_again_once() -> None:
@@ -209,6 +209,31 @@ def test_a_body_that_cannot_be_made() -> None:
         _, records = driven(server.url, workload_of([0.0, 0.01, 0.02]), NumberBody(broken=(1,)))
     assert [record.error for record in records] == ["", "no_body", ""]
     assert records[1].message == "RuntimeError: no such body"
+
+
+def test_a_driver_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies that take longer to make than is between two requests, and more of them than are made before the run."""
+    monkeypatch.setattr("kvxfer.load.drive.start.AHEAD_BYTES", 1)
+    with scripted() as server:
+        result, records = driven(server.url, workload_of([place * 0.05 for place in range(10)]), NumberBody(make_s=0.1))
+    assert max(record.lateness_s or 0.0 for record in records) >= 0.4
+    assert result.processes[0].bodies_late >= 5
+
+
+def test_an_arrival_while_a_body_is_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.load.drive.start.AHEAD_BYTES", 1)
+    with scripted() as server:
+        result, records = driven(server.url, workload_of([0.0, 1.0]), NumberBody(make_s=0.2))
+    assert (result.processes[0].bodies_late, result.processes[0].stamps_late) == (0, 1)
+    assert result.processes[0].worst_stamp_s >= 0.2
+    assert records[0].ttft_s >= 0.2
+
+
+def test_bodies_are_made_before_the_run() -> None:
+    with scripted() as server:
+        result, records = driven(server.url, workload_of([0.0] * 5), NumberBody(make_s=0.1))
+    assert result.processes[0].bodies_late == 0
+    assert max(record.lateness_s or 0.0 for record in records) < 0.4  # one after the other they take 0.5 s
 
 
 def test_tls(tmp_path: pathlib.Path) -> None:

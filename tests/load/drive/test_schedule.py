@@ -112,7 +112,20 @@ def test_bodies_are_made_in_the_order_they_are_due() -> None:
     assert store.take(second) == b"x" * 10  # not made ahead
     assert (store.late, made, store.bytes) == (1, [0, 1], 10)
     store.expect(1.5, turn)
+    store.expect(1.6, first)  # has been made
     assert [store.prepare(), store.prepare(), store.prepare()] == [turn, third, None]
     for one in (first, third, turn):
         store.take(one)
     assert (store.late, store.bytes) == (1, 0)
+
+
+def test_bodies_of_turns_whose_time_is_not_known_take_half_the_room() -> None:
+    first, *turns = (request(number, float(number)) for number in range(5))
+    store = BodyStore(lambda _: b"x" * 10, [(0.0, first)], turns, bytes_max=40)
+    assert [store.prepare() for _ in range(3)] == [first, turns[0], None]
+    store.expect(3.0, turns[0])
+    store.expect(4.0, turns[2])
+    assert [store.prepare() for _ in range(2)] == [turns[2], None]
+    store.take(first)
+    store.take(turns[2])
+    assert [store.prepare() for _ in range(2)] == [turns[1], None]
