@@ -27,7 +27,7 @@ class ProcessUse:
     """User and system time between the beginning of the run and its end."""
     sent: int
     wakeups_late: int
-    """How often its timer was more than 1 ms late: the machine had no processor for it."""
+    """How often its timer was more than 1 ms late: it was busy, or the machine had no processor for it."""
     worst_wakeup_s: float
     bodies_late: int
     """Requests whose bodies were not made before they were due."""

@@ -24,22 +24,27 @@ from kvxfer.load.drive.answer import NO_BODY, NOT_FINISHED, TIMEOUT, TOO_MANY_CO
 from kvxfer.load.drive.control import ControlLine, ProcessUse
 from kvxfer.load.drive.endpoint import LoadEndpoint
 from kvxfer.load.drive.schedule import BodyStore, Schedule, SharePlan
+from kvxfer.load.drive.timer import WakeTimer
 from kvxfer.load.drive.wires import RECEIVE_BYTES, SentRequest, Wire, WireState
 from kvxfer.load.record import NOT_SENT, MeasuredRequest
 from kvxfer.workload.request import WorkloadRequest
 
 EVENTS_MAX = 32
 """Handled before the next look at what is due."""
-DIAL_AHEAD_S = 0.1
+DIAL_AHEAD_S, DIAL_EACH_S = 0.1, 0.01
+"""How long before a request is due there is a connection for it, and how often that is looked at."""
 PREPARE_S = 10.0
 """Bodies are made for at most so long before the run begins."""
 IDLE_S = 0.0005
 """A shorter time before the next request is due is not used for anything else."""
+DIALS_MAX = 8
+"""In one go: about 0.3 ms."""
 TELL_S = 0.05
 TELL_AT_ONCE = 16
 """Records that are told in one go: about 0.3 ms."""
 PROGRESS_S = 0.25
 LATE_WAKEUP_S = 0.001
+LONGEST_WAIT_S = 1.0
 
 
 class Sender:
@@ -71,10 +76,12 @@ class Sender:
         self._untold: collections.deque[MeasuredRequest] = collections.deque()
         self._latest_due_s = plan.span_s
         self._sent = self._wakeups_late = self._stamps_late = 0
-        self._worst_wakeup_s = self._worst_stamp_s = self._told_s = self._progress_s = 0.0
+        self._worst_wakeup_s = self._worst_stamp_s = self._told_s = self._progress_s = self._dial_s = 0.0
         self._line_events = select.EPOLLIN
         self._is_stopped = False
+        self._timer = WakeTimer()
         self.epoll.register(line.fileno(), select.EPOLLIN)
+        self.epoll.register(self._timer.fileno(), select.EPOLLIN)
 
     # Before and after.
 
@@ -102,7 +109,7 @@ class Sender:
                 self._dispatch()
                 now_s = self._now()
             self._give_up(now_s)
-            if self._ahead and self._ahead[0] <= now_s + DIAL_AHEAD_S:
+            if self._ahead and now_s >= self._dial_s:
                 self._dial_ahead(now_s)
             self._wait(now_s)
         use = ProcessUse(
@@ -196,6 +203,7 @@ class Sender:
     def _dial_ahead(self, now_s: float) -> None:
         """One connection for each request that is due soon, idle ones counted."""
         ahead = self._ahead
+        self._dial_s = now_s + DIAL_EACH_S
         while ahead and ahead[0] <= now_s:
             ahead.popleft()
         soon = 0
@@ -204,7 +212,7 @@ class Sender:
                 break
             soon += 1
         free = len(self._wires) - len(self._flying)
-        for _ in range(min(soon - free, 8)):
+        for _ in range(min(soon - free, DIALS_MAX)):
             self._dial(None)
 
     # What connections tell.
@@ -292,18 +300,11 @@ class Sender:
                 self._handle(self.epoll.poll(0, EVENTS_MAX))
                 return
         until_s = min(until_s, self._next_chore_s(now_s))
-        left_s = until_s - self._now()
-        if left_s <= 0:
+        if until_s <= self._now():
             self._handle(self.epoll.poll(0, EVENTS_MAX))
-        elif left_s > 0.003:  # epoll waits for whole milliseconds
-            self._handle(self.epoll.poll(left_s - 0.002, EVENTS_MAX))
         else:
-            select.select([self.epoll], [], [], left_s)
-            late_s = self._now() - until_s
-            if late_s > LATE_WAKEUP_S:
-                self._wakeups_late += 1
-                self._worst_wakeup_s = max(self._worst_wakeup_s, late_s)
-            self._handle(self.epoll.poll(0, EVENTS_MAX))
+            self._timer.wake_by(self.began_s + until_s)
+            self._handle(self.epoll.poll(LONGEST_WAIT_S, EVENTS_MAX))
 
     def _stamp_late(self, spent_s: float) -> None:
         """What came while a body was made is noted that much too late at most."""
@@ -321,7 +322,7 @@ class Sender:
         if self._deadlines:
             until_s = min(until_s, self._deadlines[0][0] + self._plan.timeout_s)
         if self._ahead:
-            until_s = min(until_s, max(self._ahead[0] - DIAL_AHEAD_S, now_s + DIAL_AHEAD_S / 4))
+            until_s = min(until_s, max(self._ahead[0] - DIAL_AHEAD_S, self._dial_s))
         return max(until_s, now_s + IDLE_S)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
@@ -329,6 +330,11 @@ class Sender:
             wire = self._wires.get(fd)
             if wire is not None:
                 wire.ready(event)
+            elif fd == self._timer.fileno():
+                late_s = self._timer.woke()
+                if late_s > LATE_WAKEUP_S:
+                    self._wakeups_late += 1
+                    self._worst_wakeup_s = max(self._worst_wakeup_s, late_s)
             elif fd == self._line.fileno():
                 self._hear()
         return bool(events)
