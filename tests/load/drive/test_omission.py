@@ -19,8 +19,8 @@ pytestmark = pytest.mark.deep
 REQUESTS, GAP_S, STALL_S = 500, 0.01, 1.0
 
 
-def stalled(which: str) -> list[MeasuredRequest]:
-    """The records of a run in which the server, or the sending process, stood still for STALL_S."""
+def stalled(which: str) -> tuple[list[MeasuredRequest], float, float]:
+    """The records of a run in which the server, or the sending process, stood still, from when on and until when."""
     engine = subprocess.Popen(
         [sys.executable, "-m", "kvxfer.cli", "mock-engine", "--ttft-ms=5", "--itl-ms=1", "--log-level=warning"],
         stdout=subprocess.PIPE,
@@ -36,27 +36,29 @@ def stalled(which: str) -> list[MeasuredRequest]:
         pid = engine.pid if which == "server" else sender
         time.sleep(1.5)
         os.kill(pid, signal.SIGSTOP)
+        begin_s = time.time()
         time.sleep(STALL_S)
+        end_s = time.time()
         os.kill(pid, signal.SIGCONT)
         out, _ = driver.communicate(timeout=60)
     finally:
         engine.kill()
         engine.communicate()
-    return [MeasuredRequest.from_json(line) for line in out.decode().splitlines()[:-1]]
+    *lines, result = out.decode().splitlines()
+    began_s = json.loads(result)["began_unix_s"]
+    return [MeasuredRequest.from_json(line) for line in lines], begin_s - began_s, end_s - began_s
 
 
 @pytest.mark.parametrize("which", ["server", "driver"])
 def test_a_stall_is_seen_by_all_that_were_due_in_it(which: str) -> None:
-    records = stalled(which)
+    records, begin_s, end_s = stalled(which)
     assert len(records) == REQUESTS
     assert all(record.is_good for record in records)
-    waits = np.array([record.ttft_s for record in records])
-    assert np.percentile(waits, 99) >= 0.9
-    # The stall ends when the first of the late ones is answered: all that were due before are answered then.
-    late = [record for record in records if record.ttft_s > 0.2]
-    assert 70 <= len(late) <= 100
-    ends = np.array([record.due_s + record.ttft_s for record in late])
-    end_s = float(np.median(ends))
-    assert max(abs(record.ttft_s - (end_s - record.due_s)) for record in late) <= 0.15
-    lateness = np.array([record.lateness_s or 0.0 for record in records])
-    assert (np.percentile(lateness, 99) >= 0.9) == (which == "driver")
+    within = [record for record in records if begin_s + 0.02 <= record.due_s < end_s]
+    assert len(within) >= (STALL_S - 0.05) / GAP_S
+    noise_s = max(record.ttft_s for record in records if record.due_s < begin_s - 0.1)  # of a busy machine
+    for record in within:
+        assert -0.01 <= record.ttft_s - (end_s - record.due_s) <= 0.15 + noise_s
+    assert np.percentile([record.ttft_s for record in records], 99) >= 0.9
+    late = [record.lateness_s is not None and record.lateness_s >= end_s - record.due_s - 0.01 for record in within]
+    assert all(late) if which == "driver" else sum(late) < len(late) / 2  # whose fault it was
