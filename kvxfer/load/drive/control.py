@@ -46,6 +46,7 @@ class ControlLine:
         self._in = b""
         self._out = bytearray()
         self.is_open = True
+        """False once all was heard that the other side said before it went."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -65,8 +66,8 @@ class ControlLine:
                 del self._out[: self._sock.send(self._out)]
         except BlockingIOError:
             pass
-        except OSError:
-            self.is_open = False
+        except OSError:  # nothing is heard there any more; what it said before may still be unread
+            self._out.clear()
 
     def heard(self) -> Iterator[tuple[bytes, bytes]]:
         """(kind, text) of what has come; ``is_open`` is False once the other side is gone."""
