@@ -168,15 +168,20 @@ def search(
     options: SearchOptions,
     *,
     seed: int = 0,
+    on_probe: Callable[[ProbeResult], None] | None = None,
 ) -> SearchResult:
     """Probe with ``run_at`` until the highest rate is known at which a share of ``attainment`` of the requests meets
-    ``limits``. Raises ConfigError for an attainment that no number of requests can show: 1.
+    ``limits``. ``on_probe`` is told each probe's result as it comes.
+
+    Raises ConfigError for an attainment that no number of requests can show: 1.
     """
     if not 0 < attainment < 1:
         raise ConfigError(f"a search needs an attainment above 0 and below 1, not {attainment}")
     plan = SearchPlan(limits, attainment, options, seed)
     while (probe := plan.next_probe()) is not None:
-        plan.note(probe, run_at(probe))
+        result = plan.note(probe, run_at(probe))
+        if on_probe is not None:
+            on_probe(result)
     return plan.result()
 
 
@@ -216,20 +221,22 @@ class SearchPlan:
         seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
         return SearchProbe(number, rate, requests, warmup, seed, f"search-{self._seed}-{number}")
 
-    def note(self, probe: SearchProbe, run: LoadRun) -> None:
-        """What came of ``probe``."""
+    def note(self, probe: SearchProbe, run: LoadRun) -> ProbeResult:
+        """Take in what came of ``probe``, and say what it means."""
         summary = summarize(run, self._limits, self._attainment)
         steadiness = stationarity(run, self._limits)
         verdicts = tuple(judge_run(run, summary, steadiness))
         failure = next((verdict for verdict in verdicts if verdict.is_failure), None)
         is_met = summary.is_attained and not steadiness.is_growing and not steadiness.is_worsening
-        self._done.append(ProbeResult(probe, summary, steadiness, verdicts, is_met and not failure, not failure))
+        result = ProbeResult(probe, summary, steadiness, verdicts, is_met and not failure, not failure)
+        self._done.append(result)
         if run.ended != "complete":
             self._stopped = run.ended, failure.sentence if failure else ""
         elif failure:
             self._note_late(probe, failure)
         else:
             self._note_measured(probe, run, summary, steadiness)
+        return result
 
     def _note_late(self, probe: SearchProbe, failure: RunVerdict) -> None:
         if not any(one.is_believed and one.probe.rate >= probe.rate for one in self._done):

@@ -12,7 +12,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.load.crossing import CrossingPosterior
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.run import LoadRun
-from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
+from kvxfer.load.search import ProbeResult, SearchOptions, SearchProbe, SearchResult, search
 from tests.support.load_queues import queue_run, waiting_capacity
 
 SERVED = 25.0
@@ -74,6 +74,12 @@ def test_errors_are_of_the_size_that_the_requests_allow(is_exponential: bool, ca
 
 def test_the_same_seed_makes_the_same_search() -> None:
     assert found(3).to_json() == found(3).to_json()
+
+
+def test_each_probe_is_told_as_it_comes() -> None:
+    told: list[ProbeResult] = []
+    result = search(probing(), LIMITS, 0.9, SearchOptions(start_rate=9.0, probes_max=2), on_probe=told.append)
+    assert tuple(told) == result.probes
 
 
 def test_no_two_probes_share_a_seed_or_a_salt() -> None:
