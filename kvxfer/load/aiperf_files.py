@@ -1,0 +1,120 @@
+"""What aiperf 0.13 is given: a directory with its requests, its settings, and a tokenizer that it need not download.
+
+Decides how a workload is told to aiperf. Each row of ``requests.jsonl`` has the complete body, which aiperf sends as it
+is, and a ``session_id`` by which its record is found again: one of its own for each request, so that aiperf holds none
+back for another, except in mode ``think``, where a session's turns have their session's and wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvxfer.errors import ConfigError
+from kvxfer.load.drive.endpoint import ROUTES, api_key, base_path
+from kvxfer.load.options import ApiKind, DriveOptions, TargetOptions
+from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
+
+ROWS, SETTINGS, TOKENIZER, RESULTS, OUTPUT = "requests.jsonl", "aiperf.yaml", "tokenizer", "results", "aiperf.txt"
+CONNECTIONS_MAX = 65_000
+KEY_VARIABLE = "KVXFER_LOAD_API_KEY"
+_TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": {"word": 0, "end": 1}, "unk_token": "word"},
+}
+_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "end", "unk_token": "word"}
+
+
+def join_key(workload: Workload, request: WorkloadRequest) -> tuple[str, int]:
+    """(``conversation_id``, ``turn_index``) of aiperf's record of this request."""
+    if workload.mode is DispatchMode.THINK and request.session is not None:
+        return f"session-{request.session}", request.turn
+    return f"request-{request.number}", 0
+
+
+def write_files(
+    directory: pathlib.Path,
+    workload: Workload,
+    body: Callable[[WorkloadRequest], bytes],
+    target: TargetOptions,
+    options: DriveOptions,
+) -> None:
+    """Write all that aiperf reads. Raises ConfigError for a directory that cannot be written, and whatever ``body``
+    raises."""
+    try:
+        (directory / TOKENIZER).mkdir(parents=True, exist_ok=True)
+        (directory / TOKENIZER / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
+        (directory / TOKENIZER / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG))
+        (directory / SETTINGS).write_text(json.dumps(settings(directory, target, options), indent=1))
+        with (directory / ROWS).open("wb") as file:
+            for request in workload.requests:
+                file.write(row(workload, request, body(request)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"aiperf's files cannot be written to {directory}: {error.strerror}") from None
+
+
+def row(workload: Workload, request: WorkloadRequest, body: bytes) -> bytes:
+    """One line of Mooncake JSONL, times in milliseconds, with the body as ``payload``."""
+    name, turn = join_key(workload, request)
+    begin: dict[str, Any] = {"session_id": name, "output_length": request.output_tokens}
+    if turn == 0:
+        begin["timestamp"] = round((request.due_s or 0.0) * 1e3, 6)
+    else:
+        begin["delay"] = round(request.think_s * 1e3, 6)
+    return json.dumps(begin)[:-1].encode() + b', "payload": ' + body + b"}"
+
+
+def settings(directory: pathlib.Path, target: TargetOptions, options: DriveOptions) -> dict[str, Any]:
+    """aiperf's configuration, which is YAML, so JSON will do. No secret is in it."""
+    parts = urlsplit(target.url)
+    endpoint: dict[str, Any] = {
+        "url": f"{parts.scheme}://{parts.netloc}{base_path(target.url)}{ROUTES[target.api]}",
+        "type": "chat" if target.api is ApiKind.CHAT else "completions",
+        "streaming": True,
+        "timeout": options.timeout_s,
+        "use_server_token_count": True,
+    }
+    if target.account:
+        endpoint["headers"] = {"x-kvxfer-account": "1"}
+    if target.api_key_file:
+        endpoint["api_key"] = f"${{{KEY_VARIABLE}}}"
+    return {
+        "schemaVersion": "2.0",
+        "benchmark": {
+            "model": target.model or "unnamed",
+            "endpoint": endpoint,
+            "dataset": {"type": "file", "path": str(directory / ROWS), "format": "mooncake_trace"},
+            "phases": {"type": "fixed_schedule"},
+            "tokenizer": {"name": str(directory / TOKENIZER)},
+            "gpu_telemetry": {"enabled": False},
+            "server_metrics": {"enabled": False},
+            "artifacts": {"dir": str(directory / RESULTS), "summary": ["json"], "records": ["jsonl"]},
+            "runtime": {"ui": "none"},
+        },
+    }
+
+
+def environment(directory: pathlib.Path, target: TargetOptions, options: DriveOptions) -> dict[str, str]:
+    """The environment of aiperf's process: it downloads nothing, writes nothing outside the directory, and finds no
+    Python package of ours. Raises ConfigError for a key that cannot be read."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", KEY_VARIABLE)
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.endswith("_OFFLINE")}
+    kept |= {
+        "HOME": str(directory),
+        # Offline it would take the tokenizer's directory for the name of one that it should have downloaded before.
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "AIPERF_HTTP_CONNECTION_LIMIT": str(min(options.connections_max, CONNECTIONS_MAX)),
+        "AIPERF_HTTP_IP_VERSION": "auto",
+        "AIPERF_RECORD_EXPORT_BATCH_SIZE": "10",
+    }
+    if target.ca_file:
+        kept["SSL_CERT_FILE"] = str(pathlib.Path(target.ca_file).absolute())
+    if key := api_key(target):
+        kept[KEY_VARIABLE] = key
+    return kept
