@@ -2,7 +2,9 @@
 
 Decides what aiperf's names mean here. ``due_s`` is when aiperf's scheduler issued the request to a worker
 (``credit_issued_ns``): with a schedule or a rate that is when the request was to be sent, as late as the scheduler was.
-Its records say of a failed request when it began and ended, and nothing of the chunks that came before.
+``sent_s`` is the end of ``http_req_sending``. aiperf's own TTFT counts from the request's start, so it has the making
+of the connection in it, which is lateness here. Its records say of a failed request when it began and ended, and
+nothing of the chunks that came before.
 """
 
 from __future__ import annotations
@@ -87,13 +89,16 @@ def read_record(line: Members, zero_ns: int) -> MeasuredRequest:
 
 
 def _metrics(record: MeasuredRequest, metrics: Members) -> None:
-    sent_s = record.sent_s or 0.0
+    start_s = record.sent_s or 0.0
+    sending_ms = _value(metrics, "http_req_sending")
     latency_ms = _value(metrics, "request_latency")
     first_ms = _value(metrics, "time_to_first_token")
     if latency_ms is not None:
-        record.last_s = sent_s + latency_ms / 1e3
-        record.first_s = record.last_s if first_ms is None else sent_s + first_ms / 1e3
+        record.last_s = start_s + latency_ms / 1e3
+        record.first_s = record.last_s if first_ms is None else start_s + first_ms / 1e3
         record.status = record.status or (200 if not record.error else None)
+        if sending_ms is not None:
+            record.sent_s = start_s + min(max(sending_ms, 0.0), first_ms or latency_ms) / 1e3
     gaps = metrics.object_or_none("inter_chunk_latency")
     if gaps is not None:
         values = gaps.numbers("value")

@@ -69,6 +69,7 @@ def test_aiperf_with_a_schedule() -> None:
     assert all(near(record.tpot_s, 0.02, 0.001) and record.chunks == record.output_tokens == 8 for record in good)
     assert all(record.tokens_from == "usage" and record.cached_tokens == 0 for record in good)
     assert all(len(record.request_id) == 36 for record in run.records)
+    assert all(0 < record.sent_s - record.due_s < 0.02 for record in good), "with what it took to connect"
     assert run.settings["version"] == "0.13.0"
     assert run.settings["schedule"] == "fixed_schedule"
     assert near(run.window_s[1], 1.5, 0.01)
