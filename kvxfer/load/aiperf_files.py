@@ -21,6 +21,9 @@ from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
 
 ROWS, SETTINGS, TOKENIZER, RESULTS, OUTPUT = "requests.jsonl", "aiperf.yaml", "tokenizer", "results", "aiperf.txt"
 CONNECTIONS_MAX = 65_000
+RAW_BYTES_MAX = 1 << 30
+"""Of all bodies. Accounts of requests are in aiperf's raw records alone, which repeat the bodies: with more, it writes
+none, and the run has no accounts."""
 KEY_VARIABLE = "KVXFER_LOAD_API_KEY"
 _TOKENIZER = {
     "version": "1.0",
@@ -51,10 +54,12 @@ def write_files(
         (directory / TOKENIZER).mkdir(parents=True, exist_ok=True)
         (directory / TOKENIZER / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
         (directory / TOKENIZER / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG))
-        (directory / SETTINGS).write_text(json.dumps(settings(directory, target, options), indent=1))
         with (directory / ROWS).open("wb") as file:
             for request in workload.requests:
                 file.write(row(workload, request, body(request)) + b"\n")
+            wants_raw = target.account and file.tell() <= RAW_BYTES_MAX
+        told = settings(directory, target, options, wants_raw=wants_raw)
+        (directory / SETTINGS).write_text(json.dumps(told, indent=1))
     except OSError as error:
         raise ConfigError(f"aiperf's files cannot be written to {directory}: {error.strerror}") from None
 
@@ -70,7 +75,9 @@ def row(workload: Workload, request: WorkloadRequest, body: bytes) -> bytes:
     return json.dumps(begin)[:-1].encode() + b', "payload": ' + body + b"}"
 
 
-def settings(directory: pathlib.Path, target: TargetOptions, options: DriveOptions) -> dict[str, Any]:
+def settings(
+    directory: pathlib.Path, target: TargetOptions, options: DriveOptions, *, wants_raw: bool
+) -> dict[str, Any]:
     """aiperf's configuration, which is YAML, so JSON will do. No secret is in it."""
     parts = urlsplit(target.url)
     endpoint: dict[str, Any] = {
@@ -94,7 +101,12 @@ def settings(directory: pathlib.Path, target: TargetOptions, options: DriveOptio
             "tokenizer": {"name": str(directory / TOKENIZER)},
             "gpu_telemetry": {"enabled": False},
             "server_metrics": {"enabled": False},
-            "artifacts": {"dir": str(directory / RESULTS), "summary": ["json"], "records": ["jsonl"]},
+            "artifacts": {
+                "dir": str(directory / RESULTS),
+                "summary": ["json"],
+                "records": ["jsonl"],
+                "raw": wants_raw,
+            },
             "runtime": {"ui": "none"},
         },
     }

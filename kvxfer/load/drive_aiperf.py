@@ -27,6 +27,7 @@ from kvxfer.load.drive.answer import DRIVER_LOST
 from kvxfer.load.drive.endpoint import find
 from kvxfer.load.drive.start import COMPLETE, INTERRUPTED, UNREACHED, DriveProgress, DriveResult, StopFlag
 from kvxfer.load.importers import aiperf as importer
+from kvxfer.load.importers import aiperf_raw
 from kvxfer.load.importers.fields import Members, read_lines
 from kvxfer.load.options import DriveOptions, TargetOptions
 from kvxfer.load.record import NOT_SENT, MeasuredRequest
@@ -232,8 +233,9 @@ def _tell(
         told = {_key(line): line for line in lines}
         begin_ns = _begin_ns(workload, told, results)
         measured = {key: importer.read_record(line, begin_ns) for key, line in told.items()}
+        accounts = aiperf_raw.accounts(results / aiperf_raw.RECORDS)
     except ConfigError as error:
-        measured, begin_ns = {}, time.time_ns()
+        measured, accounts, begin_ns = {}, {}, time.time_ns()
         result.ended, result.message = "driver_lost", f"aiperf's records cannot be read: {error}"
     result.began_unix_s = begin_ns / 1e9
     before: dict[int, float] = {}
@@ -245,6 +247,7 @@ def _tell(
             due_s = before.get(request.session if request.session is not None else -1, 0.0) + request.think_s
         told_record = planned_record(request, due_s, run, record)
         told_record.is_warmup = request.number < warmup
+        told_record.account = accounts.get(told_record.request_id)
         if record is None and result.ended == "driver_lost":
             told_record.error = DRIVER_LOST
         if request.session is not None:

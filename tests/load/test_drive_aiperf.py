@@ -172,7 +172,7 @@ def test_the_settings_hold_no_secret(tmp_path: pathlib.Path, monkeypatch: pytest
     key.write_text("very-secret\n")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     target = TargetOptions(url="http://127.0.0.1:1/some/v1/", api_key_file=str(key), api=ApiKind.CHAT)
-    told = aiperf_files.settings(tmp_path, target, DriveOptions())
+    told = aiperf_files.settings(tmp_path, target, DriveOptions(), wants_raw=True)
     assert "very-secret" not in json.dumps(told)
     assert told["benchmark"]["endpoint"]["url"] == "http://127.0.0.1:1/some/v1/chat/completions"
     environment = aiperf_files.environment(tmp_path, target, DriveOptions())

@@ -38,7 +38,7 @@ def read_aiperf(path: pathlib.Path) -> list[LoadRun]:
     lines = list(read_lines(path))
     if not lines:
         raise ConfigError(f"{path}: has no records")
-    zero = min(_due_ns(line) for line in lines)
+    zero = min(due_ns(line) for line in lines)
     sessions = Numbers()
     many = any((line.object("metadata").count_or_none("turn_index") or 0) > 0 for line in lines)
     records = [read_record(line, zero) for line in lines]
@@ -49,7 +49,7 @@ def read_aiperf(path: pathlib.Path) -> list[LoadRun]:
             record.session = sessions.of(name)
     issued = all(line.object("metadata").values.get("credit_issued_ns") is not None for line in lines)
     settings: dict[str, Any] = {"imported_from": path.name, "due_is": DUE_IS if issued else DUE_IS_START}
-    rate, ended = _summary(path, settings)
+    rate, ended = summary_of(path, settings)
     settings["tokens_from"] = sorted({record.tokens_from for record in records if record.tokens_from})
     is_open = settings.get("schedule") == "fixed_schedule"
     run = made_run(
@@ -67,7 +67,7 @@ def read_record(line: Members, zero_ns: int) -> MeasuredRequest:
         run=NAME,
         number=metadata.count_or_none("session_num") or 0,
         request_id=metadata.text_or_none("x_request_id") or "",
-        due_s=(_due_ns(line) - zero_ns) / 1e9,
+        due_s=(due_ns(line) - zero_ns) / 1e9,
         prompt_tokens=0,
         output_tokens_asked=0,
         is_warmup=metadata.text_or_none("benchmark_phase") == "warmup",
@@ -135,14 +135,15 @@ def _start_ns(metadata: Members) -> int:
     return start_ns
 
 
-def _due_ns(line: Members) -> int:
+def due_ns(line: Members) -> int:
+    """When the request of a record was to be sent, Unix ns. Raises ConfigError."""
     metadata = line.object("metadata")
     start_ns = _start_ns(metadata)
     issued_ns = metadata.count_or_none("credit_issued_ns")
     return start_ns if issued_ns is None else min(issued_ns, start_ns)
 
 
-def _summary(path: pathlib.Path, settings: dict[str, Any]) -> tuple[float | None, str]:
+def summary_of(path: pathlib.Path, settings: dict[str, Any]) -> tuple[float | None, str]:
     """(asked rate, how it ended) of the summary beside the records, and into the settings what else it says. A summary
     that cannot be read says nothing: the records are whole without it."""
     try:

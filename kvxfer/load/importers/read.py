@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from kvxfer.errors import ConfigError
-from kvxfer.load.importers import aiperf, guidellm, inference_perf, vllm_bench
+from kvxfer.load.importers import aiperf, aiperf_raw, guidellm, inference_perf, vllm_bench
 from kvxfer.load.importers.fields import read_documents, read_lines
 from kvxfer.load.importers.made import name_apart
 from kvxfer.load.run import LoadRun
@@ -37,9 +37,11 @@ def read_results(path: pathlib.Path, tool: ImportFormat | None = None) -> list[L
     the file, the line where it has lines, and the member.
     """
     path = _file_of(path)
+    first = _first_line(path)
+    if first is not None and aiperf_raw.fits(first) and tool in (None, ImportFormat.AIPERF):
+        return aiperf_raw.read_aiperf_raw(path)
     if tool is ImportFormat.AIPERF:
         return aiperf.read_aiperf(path)
-    first = _first_line(path)
     if first is not None and aiperf.fits(first):
         if tool is not None:
             raise ConfigError(f"{path}: was not written by {tool.value} but by aiperf")

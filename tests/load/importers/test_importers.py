@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.load.importers import aiperf_raw
 from kvxfer.load.importers.read import ImportFormat, read_results
 from kvxfer.load.run import LoadRun
 
@@ -75,6 +76,39 @@ def test_aiperf_with_a_schedule() -> None:
     assert near(run.window_s[1], 1.5, 0.01)
     assert run.settings["not_told"] == ["output_tokens_asked"]
     assert run.began_unix_s > 1.7e9
+
+
+def test_aiperf_s_raw_records_say_the_same_and_more() -> None:
+    raw = one(DATA / "aiperf_raw.jsonl")
+    records = {record.request_id: record for record in one(DATA / "aiperf_schedule").records}
+    assert len(raw.records) == 5
+    for record in raw.records:
+        same = records[record.request_id]
+        assert record.output_tokens_asked == 8
+        assert (record.error, record.due_s) == (same.error, pytest.approx(same.due_s))
+        if record.is_good:
+            assert record.first_s == pytest.approx(same.first_s)
+            assert record.last_s == pytest.approx(same.last_s)
+            assert record.longest_gap_s == pytest.approx(same.longest_gap_s)
+            assert (record.output_tokens, record.chunks) == (same.output_tokens, same.chunks)
+    [cut] = [record for record in raw.records if record.error == "connection_lost"]
+    assert (cut.chunks, cut.status) == (3, 200)
+    assert near(cut.ttft_since_sent_s, 0.2)
+
+
+def test_accounts_are_found_by_request_id(tmp_path: pathlib.Path) -> None:
+    lines = [json.loads(line) for line in (DATA / "aiperf_raw.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "error" not in line]
+    packets = [{"name": "comment", "value": 'kvxfer-account {"queue_s": 0.5}'}]
+    lines[0]["responses"].insert(0, {"perf_ns": 1, "packets": packets})
+    lines[1]["responses"].append({"perf_ns": 1, "packets": [{"name": "data", "value": '{"kvxfer": {"attempt": 1}}'}]})
+    path = tmp_path / "raw.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    names = [line["metadata"]["x_request_id"] for line in lines]
+    wanted = {names[0]: {"queue_s": 0.5}, names[1]: {"attempt": 1}}
+    assert aiperf_raw.accounts(path) == wanted
+    assert aiperf_raw.accounts(tmp_path / "none") == {}
+    assert {record.request_id: record.account for record in one(path).records if record.account} == wanted
 
 
 def test_aiperf_in_a_closed_loop_has_no_rate_and_its_warmup_does_not_count() -> None:
@@ -214,11 +248,12 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("tool", list(ImportFormat))
-def test_any_wrong_member_is_read_or_refused_in_words(tool: ImportFormat, tmp_path_factory: Any) -> None:
+@pytest.mark.parametrize("file", [*FILES.values(), DATA / "aiperf_raw.jsonl"], ids=lambda file: file.name)
+def test_any_wrong_member_is_read_or_refused_in_words(file: pathlib.Path, tmp_path_factory: Any) -> None:
     """Total: no value anywhere in the file makes an error of another kind."""
-    text = FILES[tool].read_text()
-    value = [json.loads(line) for line in text.splitlines()] if tool is ImportFormat.AIPERF else json.loads(text)
+    text, is_lines = file.read_text(), file.suffix == ".jsonl"
+    tool = next((tool for tool, path in FILES.items() if path == file), ImportFormat.AIPERF)
+    value = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
     places = _places(value)
     path = tmp_path_factory.mktemp("wrong") / "file"
 
@@ -229,7 +264,7 @@ def test_any_wrong_member_is_read_or_refused_in_words(tool: ImportFormat, tmp_pa
         for key in place[:-1]:
             parent = parent[key]
         parent[place[-1]] = wrong
-        if tool is ImportFormat.AIPERF:
+        if is_lines:
             path.write_text("\n".join(json.dumps(line) for line in changed))
         else:
             path.write_text(json.dumps(changed))
