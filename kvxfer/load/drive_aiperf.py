@@ -40,6 +40,8 @@ START_S = 300.0
 """How long aiperf may take from its start to its first record, beyond when that can be expected."""
 STOP_S = 30.0
 """How long aiperf may take to write its results after it was told to stop."""
+EARLY_STOP_S = 5.0
+"""The same before its first record: an aiperf that still starts does not end by itself."""
 WORDS_MAX = 300
 
 
@@ -164,7 +166,8 @@ class _AiperfRun:
                 result.ended = INTERRUPTED if is_told else COMPLETE
                 result.message = "the run was interrupted" if is_told else ""
                 process.send_signal(signal.SIGINT)
-            if self._interrupts > 1 or now_s - stopped_s > STOP_S:
+            patience_s = STOP_S if self._first_s is not None else EARLY_STOP_S
+            if self._interrupts > 1 or now_s - stopped_s > patience_s:
                 break
         return stopped_s < math.inf
 

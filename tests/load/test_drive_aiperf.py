@@ -124,7 +124,7 @@ def test_answers_are_waited_for_no_longer_than_drain_s(command: str, url: str, m
 
 def test_an_aiperf_that_does_not_stop_is_ended(command: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_AIPERF", "hang")
-    monkeypatch.setattr(drive_aiperf, "STOP_S", 0.2)
+    monkeypatch.setattr(drive_aiperf, "EARLY_STOP_S", 0.2)
     stop = threading.Event()
     stop.set()
     result, records = drive(command, url, stop=stop)
