@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.load.drive.endpoint import ROUTES, api_key, base_path
 from kvxfer.load.options import ApiKind, DriveOptions, TargetOptions
 from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
+from kvxfer.workload.write_mooncake import mooncake_lines
 
 ROWS, SETTINGS, TOKENIZER, RESULTS, OUTPUT = "requests.jsonl", "aiperf.yaml", "tokenizer", "results", "aiperf.txt"
 CONNECTIONS_MAX = 65_000
@@ -37,7 +38,7 @@ _TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 
 def join_key(workload: Workload, request: WorkloadRequest) -> tuple[str, int]:
     """(``conversation_id``, ``turn_index``) of aiperf's record of this request."""
     if workload.mode is DispatchMode.THINK and request.session is not None:
-        return f"session-{request.session}", request.turn
+        return str(request.session), request.turn
     return f"request-{request.number}", 0
 
 
@@ -54,9 +55,9 @@ def write_files(
         (directory / TOKENIZER).mkdir(parents=True, exist_ok=True)
         (directory / TOKENIZER / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
         (directory / TOKENIZER / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG))
-        with (directory / ROWS).open("wb") as file:
-            for request in workload.requests:
-                file.write(row(workload, request, body(request)) + b"\n")
+        with (directory / ROWS).open("w", encoding="utf-8") as file:
+            for line in rows(workload, body):
+                file.write(line + "\n")
             wants_raw = target.account and file.tell() <= RAW_BYTES_MAX
         told = settings(directory, target, options, wants_raw=wants_raw)
         (directory / SETTINGS).write_text(json.dumps(told, indent=1))
@@ -64,15 +65,14 @@ def write_files(
         raise ConfigError(f"aiperf's files cannot be written to {directory}: {error.strerror}") from None
 
 
-def row(workload: Workload, request: WorkloadRequest, body: bytes) -> bytes:
-    """One line of Mooncake JSONL, times in milliseconds, with the body as ``payload``."""
-    name, turn = join_key(workload, request)
-    begin: dict[str, Any] = {"session_id": name, "output_length": request.output_tokens}
-    if turn == 0:
-        begin["timestamp"] = round((request.due_s or 0.0) * 1e3, 6)
-    else:
-        begin["delay"] = round(request.think_s * 1e3, 6)
-    return json.dumps(begin)[:-1].encode() + b', "payload": ' + body + b"}"
+def rows(workload: Workload, body: Callable[[WorkloadRequest], bytes]) -> Iterator[str]:
+    """Mooncake JSONL with bodies, each line with a ``session_id``. Raises whatever ``body`` raises."""
+    for request, line in zip(workload.requests, mooncake_lines(workload, body), strict=True):
+        if '"session_id":' in line.partition('"payload":')[0]:
+            yield line
+        else:
+            name, _ = join_key(workload, request)
+            yield f'{{"session_id":"{name}",{line[1:]}'
 
 
 def settings(

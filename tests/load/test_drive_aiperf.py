@@ -18,6 +18,7 @@ from kvxfer.load.drive.start import DriveProgress, DriveResult
 from kvxfer.load.options import ApiKind, DriveOptions, TargetOptions
 from kvxfer.load.record import NOT_SENT, MeasuredRequest
 from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
+from kvxfer.workload.sessions import with_mode
 from tests.support.child import ROOT
 
 
@@ -91,11 +92,11 @@ def test_what_aiperf_was_given_is_kept(command: str, url: str, tmp_path: pathlib
 
 def test_rows_of_sessions_wait_only_in_mode_think() -> None:
     def rows(mode: DispatchMode) -> list[dict[str, Any]]:
-        workload = Workload("turns", SESSIONS, mode=mode)
-        return [json.loads(aiperf_files.row(workload, request, b"{}")) for request in workload.requests]
+        workload = with_mode(Workload("turns", SESSIONS, mode=DispatchMode.THINK), mode)
+        return [json.loads(line) for line in aiperf_files.rows(workload, lambda request: b"{}")]
 
     think = rows(DispatchMode.THINK)
-    assert [row["session_id"] for row in think] == ["session-4", "session-9", "session-4"]
+    assert [row["session_id"] for row in think] == ["4", "9", "4"]
     assert think[2]["delay"] == 250
     assert "timestamp" not in think[2]
     assert len({row["session_id"] for row in rows(DispatchMode.TIMESTAMP)}) == 3

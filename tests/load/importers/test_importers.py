@@ -138,6 +138,18 @@ def test_guidellm() -> None:
     assert {record.output_tokens_asked for record in run.records if record.is_good} == {8}
 
 
+def test_guidellm_in_a_closed_loop_without_streaming() -> None:
+    runs = read_results(DATA / "guidellm_concurrent.json")
+    assert [run.name for run in runs] == ["guidellm-concurrent-1", "guidellm-concurrent-2"]
+    for streams, run in enumerate(runs, 1):
+        assert run.settings["concurrency"] == streams
+        assert run.offered_per_s is None
+        cut = [record for record in run.records if record.error == "cancelled"]
+        assert len(cut) == streams, "those that its time limit cut"
+        whole = [record for record in run.records if record.is_good]
+        assert all(record.first_s == record.last_s and record.tpot_s is None for record in whole)
+
+
 def test_several_benchmarks_of_one_report_are_runs_of_different_names(tmp_path: pathlib.Path) -> None:
     report = json.loads(FILES[ImportFormat.GUIDELLM].read_text())
     report["benchmarks"] *= 2
