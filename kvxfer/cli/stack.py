@@ -11,13 +11,14 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from kvxfer.cli import asking
 from kvxfer.cli.flags import to_flags
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
 from kvxfer.config import check_positive
-from kvxfer.errors import ConfigError, DeadlineExceededError
+from kvxfer.errors import ConfigError, DeadlineExceededError, TransportError
 
 POLL_S = 0.1
 READY = "/ready"
@@ -100,9 +101,11 @@ async def start(
     options: StackOptions,
     model: pathlib.Path | str,
     *,
-    router_flags: dict[str, Any] | None = None,
+    router_flags: Mapping[str, Any] | None = None,
+    worker_flags: Mapping[str, Any] | None = None,
 ) -> Child:
-    """Start everything and return the router's child once the router sees every worker.
+    """Start everything and return the router's child once the router sees every worker. ``router_flags`` and
+    ``worker_flags`` are more fields of RouterOptions and WorkerOptions.
 
     Raises what :meth:`Supervisor.start` raises, and DeadlineExceededError where the workers do not show up at the
     router.
@@ -115,14 +118,15 @@ async def start(
     worker_names = names(options)[1:-1]
     threads = threads_each(options, len(worker_names))
     specs = [
-        worker_spec(name, name.partition("-")[0], model, threads, agent_id=name, **shared) for name in worker_names
+        worker_spec(name, name.partition("-")[0], model, threads, agent_id=name, **shared, **(worker_flags or {}))
+        for name in worker_names
     ]
     await _all([supervisor.start(spec, timeout_s=options.timeout_s) for spec in specs])
     router_values = {"port": options.port, **shared, **(router_flags or {})}
     router = await supervisor.start(
         ChildSpec("router", ["router", *to_flags(router_values)], ready_path=READY), timeout_s=options.timeout_s
     )
-    await _wait_workers(router, worker_names, timeout_s=30.0)
+    await wait_workers(router, {name: name for name in worker_names}, timeout_s=30.0)
     return router
 
 
@@ -136,21 +140,23 @@ async def _all(starts: list[Coroutine[Any, Any, Child]]) -> None:
         raise failures.exceptions[0] from None
 
 
-async def _wait_workers(router: Child, names: Sequence[str], *, timeout_s: float) -> None:
-    import httpx
+async def wait_workers(router: Child, wanted: Mapping[str, str], *, timeout_s: float) -> None:
+    """Return once the router would place requests at all of them. ``wanted``: names by ``agent_id`` or ``http_url``.
 
+    Raises DeadlineExceededError after ``timeout_s``, with the names that are missing.
+    """
     deadline_s = time.monotonic() + timeout_s
-    missing, why = list(names), ""
-    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-        while True:
-            try:
-                answer = (await client.get(f"{router.http_url}/v1/workers")).raise_for_status()
-                seen = {str(worker["agent_id"]) for worker in answer.json()["data"]}
-                missing, why = [name for name in names if name not in seen], ""
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # it is busy
-                why = f"; its last answer: {type(error).__name__} {error}".rstrip()
-            if not missing and not why:
-                return
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceededError(f"the router did not see {', '.join(missing)} within {timeout_s:g} s{why}")
-            await asyncio.sleep(POLL_S)
+    missing, why = list(wanted.values()), ""
+    while True:
+        try:
+            answer = await asking.get_object(router.http_url, "/v1/workers", timeout_s=5.0)
+            ready = [worker for worker in answer["data"] if worker["is_ready"]]
+            seen = {str(worker[member]) for worker in ready for member in ("agent_id", "http_url")}
+            missing, why = [name for key, name in wanted.items() if key not in seen], ""
+        except (TransportError, KeyError, TypeError) as error:  # it is busy
+            why = f"; its last answer: {error}"
+        if not missing and not why:
+            return
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceededError(f"the router did not see {', '.join(missing)} within {timeout_s:g} s{why}")
+        await asyncio.sleep(POLL_S)

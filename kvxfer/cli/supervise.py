@@ -20,8 +20,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from kvxfer.cli import asking
 from kvxfer.cli.progress import wait_while_it_gets_on
-from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
+from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError, TransportError
 
 STOP_GRACE_S = 15.0
 """A child that has not ended this long after SIGTERM is killed."""
@@ -188,21 +189,18 @@ class Supervisor:
 
     async def _probe(self, child: Child) -> None:
         """Return once ``ready_path`` is answered with 200; raise KvxferError where the child ends before that."""
-        import httpx
-
-        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
-            while True:
-                try:
-                    answer = await client.get(child.http_url + child.spec.ready_path)
-                    if answer.status_code == 200:
-                        return
-                    child.why_not_ready = _reason(answer.content) or f"it answers {answer.status_code}"
-                except httpx.HTTPError as error:
-                    child.why_not_ready = f"it cannot be asked ({type(error).__name__})"
-                if child.process.returncode is not None:
-                    await self._tasks[id(child)][1]
-                    raise _failed_start(child)
-                await asyncio.sleep(PROBE_EVERY_S)
+        while True:
+            try:
+                status, content = await asking.get(child.http_url, child.spec.ready_path, timeout_s=PROBE_TIMEOUT_S)
+                if status == 200:
+                    return
+                child.why_not_ready = _reason(content) or f"it answers {status}"
+            except TransportError as error:
+                child.why_not_ready = f"it cannot be asked ({error})"
+            if child.process.returncode is not None:
+                await self._tasks[id(child)][1]
+                raise _failed_start(child)
+            await asyncio.sleep(PROBE_EVERY_S)
 
     async def _read_stdout(self, child: Child, is_ready: asyncio.Future[None]) -> None:
         assert child.process.stdout is not None
