@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "router": ("services", "run the router: the OpenAI API in front of the workers"),
     "drain": ("drain", "have a router give one worker no new requests, and wait until none runs there"),
     "mock-engine": ("mock_engine", "run engines without a model: made-up answers over real HTTP, faults on command"),
+    "load": ("load", "send a workload to a server: what it held within its limits, which split is best"),
     "serve": ("serve", "start coordinator, workers and router on this machine and keep them up"),
     "demo": ("demo", "answer one prompt over prefill and decode workers, and compare with a single process"),
     "nixl": ("nixl", "run a program that imports NIXL on kvxfer instead"),
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _EXTRA_OF = {"fastapi": "router", "uvicorn": "router", "pydantic": "router"}
 _EXTRA_OF |= {"httptools": "router", "yaml": "router", "msgspec": "mock", "zmq": "mock"}
+_EXTRA_OF |= {"plotly": "load"}
 _ENGINE_MODULES = ("torch", "transformers", "gguf", "accelerate", "safetensors", "jinja2", "httpx")
 
 

@@ -65,9 +65,9 @@ class Checklist:
 
 
 class ProgressBar:
-    """Callable ``(stage, done, total)``: a bar per stage on a terminal, a line per stage and 25 % elsewhere.
+    """Callable ``(stage, done, total, note)``: a bar per stage on a terminal, a line per stage and 25 % elsewhere.
 
-    ``of`` says on each line what it is that progresses.
+    ``of`` says on each line what it is that progresses; ``note`` is more about it, at the end of the line.
     """
 
     def __init__(self, stream: TextIO | None = None, *, of: str = "") -> None:
@@ -78,7 +78,7 @@ class ProgressBar:
         self._quarter = -1
         self._drawn_s = 0.0
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         is_new = stage != self._stage
         if is_new:
             self.close()
@@ -88,7 +88,7 @@ class ProgressBar:
             quarter = int(share * 4)
             if is_new or quarter > self._quarter:
                 self._quarter = quarter
-                text = f"  {self._of}{stage}" + (f": {share:.0%}" if total > 0 else "")
+                text = f"  {self._of}{stage}" + (f": {share:.0%}" if total > 0 else "") + (f"  {note}" if note else "")
                 print(text, file=self._stream, flush=True)
             return
         now_s = time.monotonic()
@@ -96,7 +96,8 @@ class ProgressBar:
             self._drawn_s = now_s
             filled = round(share * BAR_WIDTH)
             bar = "#" * filled + "." * (BAR_WIDTH - filled)
-            print(f"\r  {self._of}{stage} [{bar}] {share:4.0%}\x1b[K", end="", file=self._stream, flush=True)
+            more = f"  {note}" if note else ""
+            print(f"\r  {self._of}{stage} [{bar}] {share:4.0%}{more}\x1b[K", end="", file=self._stream, flush=True)
 
     def close(self) -> None:
         """End the bar that is being drawn, if any."""

@@ -95,8 +95,9 @@ def _metavar(name: str, hint: Any) -> str:
     return "N" if hint in (int, float) else name.rpartition("_")[2].upper()
 
 
-def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, only_given: bool = False) -> None:
-    """Add a flag for every field of the dataclass ``options``. Raises TypeError for a type no flag can be made of.
+def add_flags(parser: argparse._ActionsContainer, options: type[Any], *, only_given: bool = False) -> None:
+    """Add a flag for every field of the dataclass ``options``, to a parser or to a group of its flags. Raises TypeError
+    for a type no flag can be made of.
 
     ``only_given``: the parsed namespace has only what was given, and no flag is required, because something else may
     give the rest.

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def served(
     command: Sequence[str],
     *,
     url: str = "",
+    nice: int = 0,
     start_s: float = START_S,
     stop_s: float = STOP_S,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -77,7 +79,8 @@ def served(
     """Run ``command`` until the block ends; nothing of it is left then, whatever ended the block.
 
     ``url``: it is ready once that answers, for a service of another maker; empty: once its ready line has come, as
-    ``kvxfer serve --ready-json`` prints it. ``is_stopped``: the start is given up once it says so, with
+    ``kvxfer serve --ready-json`` prints it. ``nice``: so much lower is its priority than that of this process, which
+    must send in time where both share the processors. ``is_stopped``: the start is given up once it says so, with
     KeyboardInterrupt. To be called on a thread that lasts as long as the service: the kernel ends ``kvxfer serve`` with
     the thread that started it.
 
@@ -89,8 +92,10 @@ def served(
         log = pathlib.Path(directory, "stderr.log")
         with log.open("wb") as errors:
             try:
+                if shutil.which(command[0]) is None:
+                    raise ConfigError(f"cannot start {command[0]}: there is no such program")
                 process = subprocess.Popen(
-                    list(command),
+                    [*_niced(nice), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=errors if url else subprocess.PIPE,
                     stderr=errors,
@@ -112,6 +117,12 @@ def served(
         finally:
             _end(process, below, stop_s)
             _running.pop(process.pid, None)
+
+
+def _niced(nice: int) -> list[str]:
+    """The program that lowers the priority, where there is one; it becomes the command."""
+    program = shutil.which("nice") if nice else None
+    return [program, "-n", str(nice)] if program else []
 
 
 @dataclasses.dataclass

@@ -86,6 +86,7 @@ def sweep(
             result.is_interrupted = True
         except (KvxferError, OSError) as error:
             made.failure = sentence(error)
+        result.is_interrupted = result.is_interrupted or is_stopped()
         on_result(made)
         if result.is_interrupted:
             break
@@ -121,7 +122,7 @@ def service_of(
         command, url = stack_command(options, point, port), f"http://127.0.0.1:{port}"
     else:
         command, url = serve_command(*serve_flags(options, point)), ""
-    with served(command, url=url, start_s=options.start_s, is_stopped=is_stopped) as service:
+    with served(command, url=url, nice=options.nice, start_s=options.start_s, is_stopped=is_stopped) as service:
         yield service
 
 

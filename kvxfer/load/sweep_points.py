@@ -63,12 +63,21 @@ class SweepOptions:
             "metavar": "'COMMAND'",
         },
     )
+    nice: int = dataclasses.field(
+        default=10,
+        metadata={
+            "help": "so much lower is the priority of the service than that of what sends: both share this machine",
+            "metavar": "N",
+        },
+    )
     start_s: float = dataclasses.field(default=300.0, metadata={"help": "how long the start of a point may take"})
 
     def __post_init__(self) -> None:
         check_positive("start_s", self.start_s, maximum=86400)
         if not 0 <= self.threads <= 4096:
             raise ConfigError(f"threads must be 0 to 4096, not {self.threads}")
+        if not 0 <= self.nice <= 19:
+            raise ConfigError(f"nice must be 0 to 19, not {self.nice}")
         if self.workers and not 2 <= self.workers <= 2 * WORKERS_MAX:
             raise ConfigError(f"workers must be 2 to {2 * WORKERS_MAX}, not {self.workers}")
         if bool(self.workers) == bool(self.splits):
@@ -114,8 +123,9 @@ class SweepPoint:
 
     @property
     def coordinates(self) -> dict[str, Any]:
-        """For ``LoadRun.point``."""
-        return {**dataclasses.asdict(self), "devices": self.devices}
+        """For ``LoadRun.point``; what is the default is left out."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value != DEFAULT} | {"devices": self.devices}
 
 
 def points(options: SweepOptions) -> list[SweepPoint]:

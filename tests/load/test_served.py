@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -103,7 +104,10 @@ def test_a_failed_start_says_why(lines: list[str], kind: type[Exception], said: 
 
 
 def test_a_command_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="cannot start /nowhere/at/all: No such file"), served(["/nowhere/at/all"]):
+    with (
+        pytest.raises(ConfigError, match="cannot start /nowhere/at/all: there is no such program"),
+        served(["/nowhere/at/all"]),
+    ):
         pytest.fail("it is not ready")
 
 
@@ -124,6 +128,11 @@ def test_a_foreign_service_is_ready_once_it_answers(route: str) -> None:
     url = f"http://127.0.0.1:{port}"
     with served(script(*server), url=url, start_s=60.0) as service:
         assert (service.url, service.model, service.ready) == (url, "", {})
+
+
+def test_it_can_have_a_lower_priority() -> None:
+    with served(script(f"print('{READY}', flush=True)", "time.sleep(600)"), nice=3) as service:
+        assert os.getpriority(os.PRIO_PROCESS, service.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
 
 
 def test_a_start_can_be_given_up() -> None:

@@ -66,9 +66,7 @@ def test_each_point_has_its_own_service() -> None:
     assert told == [(0, 2), (1, 2)]
     assert [each.failure for each in result.points] == ["", ""]
     assert [run.point["prefill"] for run in result.runs] == [2, 1]
-    assert result.runs[0].point == {
-        **{"prefill": 2, "decode": 1, "policy": "default", "lane": "default", "devices": 3, "rate": 3.0}
-    }
+    assert result.runs[0].point == {"prefill": 2, "decode": 1, "devices": 3, "rate": 3.0}
     assert not result.is_interrupted
     assert not descendants(os.getpid())
 

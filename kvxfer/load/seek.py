@@ -1,0 +1,83 @@
+"""A search whose probes are sent: the rate that a server holds within the limits.
+
+Decides how a probe is made of a plan, and what is kept of it. Where the next probe is put is for ``search`` to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvxfer.errors import ConfigError
+from kvxfer.load.conclude import JudgedRun, judge, limits_of
+from kvxfer.load.drive.start import StopFlag
+from kvxfer.load.execute import LoadPlan, OnProgress, OnRecord, execute
+from kvxfer.load.options import GoalOptions
+from kvxfer.load.run import LoadRun
+from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
+from kvxfer.load.verdicts import RunVerdict
+
+
+@dataclasses.dataclass
+class SoughtRate:
+    """What a search found, with its probes."""
+
+    result: SearchResult
+    judged: list[JudgedRun]
+
+    @property
+    def verdict(self) -> RunVerdict:
+        """The answer in a sentence; a failure where there is no rate."""
+        return RunVerdict(self.result.reason or "rate", self.result.sentence, self.result.rate is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """``crossing`` has what the report draws."""
+        found = self.result
+        crossing = None if found.rate is None else {"rate": found.rate, "low": found.low, "high": found.high}
+        return {"search": found.to_json(), "crossing": crossing}
+
+
+def check(goal: GoalOptions) -> None:
+    """Raises ConfigError where there is nothing to search for."""
+    limits_of(goal)
+    if not goal.goodput:
+        raise ConfigError('a search needs limits, as goodput "ttft:200 tpot:50"')
+    if goal.attainment >= 1:
+        raise ConfigError("a search needs an attainment below 1: no number of requests shows that all are good")
+
+
+def seek(
+    plan: LoadPlan,
+    goal: GoalOptions,
+    options: SearchOptions,
+    *,
+    name: str = "",
+    point: Mapping[str, Any] | None = None,
+    on_probe: Callable[[SearchProbe], None] = lambda probe: None,
+    on_judged: Callable[[JudgedRun], None] = lambda judged: None,
+    on_record: OnRecord = lambda record: None,
+    on_progress: OnProgress | None = None,
+    stop: StopFlag | None = None,
+) -> SoughtRate:
+    """Search the highest rate within ``goal``. ``name`` begins the names of the probes, ``point`` is where they are in
+    a sweep. ``on_probe`` is called before each, ``on_judged`` after it. Raises what :func:`check` and
+    :func:`kvxfer.load.execute.execute` raise."""
+    check(goal)
+    judged: list[JudgedRun] = []
+
+    def run_at(probe: SearchProbe) -> LoadRun:
+        on_probe(probe)
+        made = execute(
+            plan.at_rate(probe.rate, probe.requests, warmup=probe.warmup, seed=probe.seed, salt=probe.salt),
+            name=f"{name} probe {probe.number}".strip(),
+            point={**(point or {}), "rate": probe.rate},
+            on_record=on_record,
+            on_progress=on_progress,
+            stop=stop,
+        )
+        judged.append(judge(made, goal))
+        on_judged(judged[-1])
+        return made
+
+    return SoughtRate(search(run_at, limits_of(goal), goal.attainment, options, seed=plan.workload.seed), judged)
