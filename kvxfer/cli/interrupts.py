@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 
-class Interrupts(contextlib.AbstractContextManager["Interrupts"]):
+class CommandInterrupts(contextlib.AbstractContextManager["CommandInterrupts"]):
     """While the block runs, in the main thread."""
 
     def __init__(self, *, on_forced: Callable[[], None] = lambda: None) -> None:
@@ -24,7 +24,7 @@ class Interrupts(contextlib.AbstractContextManager["Interrupts"]):
         self._on_forced = on_forced
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> CommandInterrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._came)
         return self

@@ -19,7 +19,7 @@ from kvxfer import open_files
 from kvxfer.cli import load_shown as shown
 from kvxfer.cli.console import ProgressBar
 from kvxfer.cli.flags import add_flags, options_from
-from kvxfer.cli.interrupts import Interrupts
+from kvxfer.cli.interrupts import CommandInterrupts
 from kvxfer.errors import UsageError
 from kvxfer.load.importers.read import ImportFormat
 from kvxfer.load.options import DriveOptions, GoalOptions, OutOptions, TargetOptions, WorkloadOptions
@@ -45,7 +45,7 @@ class LoadCommand:
 
     summary: str
     options: Options
-    run: Callable[[argparse.Namespace, Interrupts], int]
+    run: Callable[[argparse.Namespace, CommandInterrupts], int]
     argument: tuple[str, str] | None = None
     """Name and help of what stands without a flag."""
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     open_files.raise_limit()
-    with Interrupts(on_forced=kill_all) as interrupts:
+    with CommandInterrupts(on_forced=kill_all) as interrupts:
         code = COMMANDS[args.load_command].run(args, interrupts)
         return interrupts.exit_code or code
 
@@ -78,7 +78,7 @@ def plan_of(args: argparse.Namespace) -> LoadPlan:
     )
 
 
-def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+def _run(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import conclude
     from kvxfer.load.execute import execute
 
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return _end(conclude.conclude("run", [conclude.judge(made, goal)], directory, out))
 
 
-def _search(args: argparse.Namespace, interrupts: Interrupts) -> int:
+def _search(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import conclude, seek
 
     plan, goal, out = plan_of(args), options_from(GoalOptions, args), options_from(OutOptions, args)
@@ -115,7 +115,7 @@ def _search(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return _end(ended)
 
 
-def _sweep(args: argparse.Namespace, interrupts: Interrupts) -> int:
+def _sweep(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import compare, conclude
 
     plan, goal, out = plan_of(args), options_from(GoalOptions, args), options_from(OutOptions, args)
@@ -139,7 +139,7 @@ def _sweep(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return _end(compare.conclude_sweep(found, options, directory, out))
 
 
-def _import(args: argparse.Namespace, interrupts: Interrupts) -> int:
+def _import(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import conclude
     from kvxfer.load.importers.read import read_results
 
@@ -152,7 +152,7 @@ def _import(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return _end(conclude.conclude("import", [conclude.judge(run, goal) for run in runs], directory, out))
 
 
-def _report(args: argparse.Namespace, interrupts: Interrupts) -> int:
+def _report(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import artefacts
     from kvxfer.load.report.write import write_report
 

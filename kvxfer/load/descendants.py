@@ -7,7 +7,8 @@ import dataclasses
 import os
 import pathlib
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,23 @@ def descendants(pid: int) -> set[Seen]:
 def in_session(session: int) -> set[Seen]:
     """All of that session, its leader too if it is still there."""
     return {seen for seen, fields in _all() if int(fields[3]) == session}
+
+
+def lower_groups(processes: Iterable[Seen], nice: int) -> None:
+    """Give the session of each process this priority. Where the kernel shares the processors between sessions first
+    (autogroups), a process's own counts within its session only. What is not there, or not allowed, stays as it is.
+    """
+    for seen in processes:
+        group = pathlib.Path(f"/proc/{seen.pid}/autogroup")
+        for _ in range(5):
+            try:
+                if f"nice {nice}\n" not in group.read_text():
+                    group.write_text(str(nice))
+                break
+            except BlockingIOError:  # the kernel takes one change in 100 ms
+                time.sleep(0.1)
+            except OSError:
+                break
 
 
 def _all() -> Iterator[tuple[Seen, list[str]]]:

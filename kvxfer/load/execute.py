@@ -15,8 +15,9 @@ from typing import Any
 from kvxfer.load.artefacts import DiskFullError
 from kvxfer.load.drive.endpoint import first_model
 from kvxfer.load.drive.start import DriveProgress, DriveResult, StopFlag, drive
-from kvxfer.load.offered import body_maker, with_warmup, workload_from
-from kvxfer.load.options import ArrivalKind, DriveOptions, TargetOptions, WorkloadOptions
+from kvxfer.load.drive_aiperf import drive_aiperf
+from kvxfer.load.offered import at_rate, body_maker, with_warmup, workload_from
+from kvxfer.load.options import ArrivalKind, DriveOptions, DriverKind, TargetOptions, WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.workload.request import Workload
@@ -37,19 +38,13 @@ class LoadPlan:
     drive: DriveOptions = dataclasses.field(default_factory=DriveOptions)
 
     def at_rate(self, rate: float, requests: int, *, warmup: int, seed: int, salt: str) -> LoadPlan:
-        """The same at another rate, with due times and prompts of its own. A trace gives lengths and prefixes, and no
-        times: these are Poisson arrivals, where another kind with a steady rate was not asked for."""
-        is_steady = self.workload.arrival in (ArrivalKind.CONSTANT, ArrivalKind.GAMMA)
-        changed = dataclasses.replace(
-            self.workload,
-            arrival=self.workload.arrival if is_steady else ArrivalKind.POISSON,
-            rate=rate,
-            requests=requests,
-            duration_s=0.0,
-            seed=seed,
-            salt=f"{self.workload.salt}{salt}",
+        """The same at another rate, with so many requests and prompts of its own; ``duration_s`` is left out. A trace
+        that keeps its own times becomes faster or slower. Raises ConfigError for a trace with fewer requests."""
+        workload = dataclasses.replace(
+            self.workload, requests=requests, duration_s=0.0, seed=seed, salt=f"{self.workload.salt}{salt}"
         )
-        return dataclasses.replace(self, workload=changed, drive=dataclasses.replace(self.drive, warmup=warmup))
+        drive_options = dataclasses.replace(self.drive, warmup=warmup)
+        return dataclasses.replace(self, workload=at_rate(workload, rate), drive=drive_options)
 
     def at(self, url: str, model: str) -> LoadPlan:
         """The same at another server; ``model`` empty: the one that was asked for before."""
@@ -100,7 +95,8 @@ def execute(
             except DiskFullError:
                 stopping.is_full = True
 
-    result = drive(
+    send = drive_aiperf if plan.drive.driver is DriverKind.AIPERF else drive
+    result = send(
         workload,
         body_maker(target, plan.workload, workload, target.model).body,
         target,

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
 from kvxfer.load import probing
-from kvxfer.load.descendants import Seen, descendants, in_session
+from kvxfer.load.descendants import Seen, descendants, in_session, lower_groups
 
 START_S = 300.0
 """How long a start may take where the caller does not say it."""
@@ -112,6 +112,8 @@ def served(
             if url:
                 wait.answers(url)
             below |= descendants(process.pid) | in_session(process.pid)
+            if nice:
+                lower_groups(below, nice)
             where, model = str(ready.get("url", url)), str(ready.get("model", ""))
             yield StartedService(where, model, process.pid, ready, process, log)
         finally:
@@ -227,10 +229,10 @@ def _end(process: subprocess.Popen[bytes], below: set[Seen], stop_s: float) -> N
             session = in_session(process.pid)
             below |= descendants(process.pid) | session
             for seen in session:
-                seen.send(number)
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)  # also where there is no /proc
+                if seen.pid != process.pid:
+                    seen.send(number)
+            if process.poll() is None:  # once: a second Ctrl-C would end it at once
+                process.send_signal(number)
             if _are_gone(process, below, grace_s):
                 break
     finally:  # also where a second Ctrl-C came meanwhile

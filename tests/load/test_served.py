@@ -49,6 +49,15 @@ def test_it_may_end_in_its_own_way(tmp_path: pathlib.Path) -> None:
     assert said.read_text() == "bye"
 
 
+def test_it_gets_one_ctrl_c(tmp_path: pathlib.Path) -> None:
+    """The second one ends ``kvxfer serve`` without its children."""
+    said = tmp_path / "said"
+    count = f"signal.signal(signal.SIGINT, lambda *_: open({str(said)!r}, 'a').write('x'))"
+    with served(script(count, f"print('{READY}', flush=True)", "time.sleep(0.5)", "time.sleep(0.5)")):
+        pass
+    assert said.read_text() == "x"
+
+
 def test_what_ignores_signals_is_killed_with_what_it_started() -> None:
     deaf = "for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SIG_IGN)"
     child = "import time; time.sleep(600)"
@@ -133,6 +142,8 @@ def test_a_foreign_service_is_ready_once_it_answers(route: str) -> None:
 def test_it_can_have_a_lower_priority() -> None:
     with served(script(f"print('{READY}', flush=True)", "time.sleep(600)"), nice=3) as service:
         assert os.getpriority(os.PRIO_PROCESS, service.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+        group = pathlib.Path(f"/proc/{service.pid}/autogroup")
+        assert not group.exists() or group.read_text().endswith("nice 3\n")
 
 
 def test_a_start_can_be_given_up() -> None:
