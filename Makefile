@@ -54,7 +54,7 @@ demo: install
 
 # Two prefill and two decode workers of a tiny model, and the rate that they hold within the limits: less than 5 minutes.
 demo-load: install
-	@$(VENV)/bin/kvxfer load sweep --splits=2:2 --per-point=search --serve-model=tiny --threads=1 --token-high=500 \
+	@$(VENV)/bin/kvxfer load sweep --splits=2:2 --per-point=search --serve-model=tiny --threads=1 \
 	    --prompt-tokens=512 --output-tokens=32 --goodput='ttft:300 tpot:30' --start-rate=20 --probe-requests=150 --probes-max=8 \
 	    --out=build/demo-load-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
@@ -108,7 +108,7 @@ nightly-tsan:
 AIPERF = build/aiperf-venv
 AIPERF_VERSION = 0.13.0
 nightly-aiperf: install $(AIPERF)/.installed-$(AIPERF_VERSION)
-	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/router/test_aiperf.py $(ARGS)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/router/test_aiperf.py tests/load/test_aiperf.py $(ARGS)
 
 $(AIPERF)/.installed-$(AIPERF_VERSION):
 	@rm -rf $(AIPERF)

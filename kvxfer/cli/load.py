@@ -96,7 +96,7 @@ def _search(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
 
     plan, goal, out = plan_of(args), options_from(GoalOptions, args), options_from(OutOptions, args)
     options = options_from(SearchOptions, args)
-    seek.check(goal)
+    seek.check(goal, plan)
     with conclude.opened(out) as directory, _progress() as progress:
         sought = seek.seek(
             plan,

@@ -108,7 +108,7 @@ def compare(
     name. Raises ConfigError where a search has no limits."""
     limits_of(goal)
     if options.per_point is PointKind.SEARCH:
-        check(goal)
+        check(goal, plan)
     tested: dict[str, ComparedPoint] = {}
 
     def run_point(url: str, model: str, point: SweepPoint) -> list[LoadRun]:

@@ -122,7 +122,7 @@ class WorkloadOptions:
     prompt_max: int = dataclasses.field(default=0, metadata=_help("longer prompts of a trace are cut; 0: none is"))
     output_max: int = dataclasses.field(default=0, metadata=_help("longer answers of a trace are cut; 0: none is"))
     token_low: int = dataclasses.field(default=100, metadata=_help("lowest token id of made-up prompts"))
-    token_high: int = dataclasses.field(default=1000, metadata=_help("token ids of made-up prompts are below this"))
+    token_high: int = dataclasses.field(default=500, metadata=_help("token ids of made-up prompts are below this"))
     seed: int = dataclasses.field(default=0, metadata=_help("the same seed gives the same bytes"))
     salt: str = dataclasses.field(
         default="", metadata=_help("another salt gives prompts that share no prefix with those of a run before")
@@ -207,6 +207,9 @@ class OutOptions:
     """Where the artefacts go."""
 
     out: str = dataclasses.field(
-        default="", metadata=_help("new directory for run.json, requests.jsonl, summary.csv and report.html")
+        default="",
+        metadata=_help(
+            "new directory for run.json, requests.jsonl, summary.csv and report.html; empty: kvxfer-load-DATE-TIME here"
+        ),
     )
     report: bool = dataclasses.field(default=True, metadata=_help("write report.html"))

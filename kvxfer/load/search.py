@@ -37,9 +37,6 @@ TURNS = (0.15, 0.85)
 DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
 """How likely it is that a backlog does not grow although the run said so; the second, where a larger share of the
 requests due than the third piled up."""
-DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
-"""How likely it is that a backlog does not grow although the run said so; the second, where a larger share of the
-requests due than the third piled up."""
 CAME_DEVIATIONS = 3.0
 """So far can the rate of a probe be from the asked one, in standard deviations of a Poisson count."""
 LATE_PROBES_MAX = 3

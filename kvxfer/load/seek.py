@@ -38,9 +38,24 @@ class SoughtRate:
         return {"search": found.to_json(), "crossing": crossing}
 
 
-def check(goal: GoalOptions) -> None:
-    """Raises ConfigError where there is nothing to search for."""
+OF_A_PROBE = {
+    "rate": "start-rate, rate-min and rate-max say where it is sought",
+    "end_rate": "a search has one rate for each probe",
+    "requests": "probe-requests says how many a probe has",
+    "duration_s": "probe-requests says how long a probe lasts",
+    "warmup": "probe-warmup says how many go before each probe",
+}
+"""Settings of one run that a search decides itself, and what stands for them."""
+
+
+def check(goal: GoalOptions, plan: LoadPlan) -> None:
+    """Raises ConfigError where there is nothing to search for, and for a setting that a search decides itself."""
     limits_of(goal)
+    for name, instead in OF_A_PROBE.items():
+        options = plan.drive if name == "warmup" else plan.workload
+        default = next(field.default for field in dataclasses.fields(options) if field.name == name)
+        if getattr(options, name) != default:
+            raise ConfigError(f"a search takes no {name.replace('_', '-')}: {instead}")
     if not goal.goodput:
         raise ConfigError('a search needs limits, as goodput "ttft:200 tpot:50"')
     if goal.attainment >= 1:
@@ -63,7 +78,7 @@ def seek(
     """Search the highest rate within ``goal``. ``name`` begins the names of the probes, ``point`` is where they are in
     a sweep. ``on_probe`` is called before each, ``on_judged`` after it. Raises what :func:`check` and
     :func:`kvxfer.load.execute.execute` raise."""
-    check(goal)
+    check(goal, plan)
     judged: list[JudgedRun] = []
 
     def run_at(probe: SearchProbe) -> LoadRun:
