@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.load.descendants import descendants
+from kvxfer.load.descendants import Seen, descendants
 from kvxfer.load.run import LoadRun
 from kvxfer.load.sweep import PointResult, SweepResult, sweep
 from kvxfer.load.sweep_points import SweepOptions, SweepPoint
@@ -50,6 +50,7 @@ def workers(url: str) -> list[str]:
 
 @pytest.mark.quick
 def test_each_point_has_its_own_service() -> None:
+    before = descendants(os.getpid())
     seen, urls, told = [], [], []
 
     def run_point(url: str, model: str, point: SweepPoint) -> LoadRun:
@@ -68,7 +69,7 @@ def test_each_point_has_its_own_service() -> None:
     assert [run.point["prefill"] for run in result.runs] == [2, 1]
     assert result.runs[0].point == {"prefill": 2, "decode": 1, "devices": 3, "rate": 3.0}
     assert not result.is_interrupted
-    assert not descendants(os.getpid())
+    assert not started(before)
 
 
 def test_a_point_that_fails_keeps_its_reason_and_the_sweep_goes_on() -> None:
@@ -99,12 +100,18 @@ def test_a_lost_process_is_said_with_the_runs_that_were_made() -> None:
     assert "SIGKILL" in made.failure
 
 
+def started(before: set[Seen]) -> set[Seen]:
+    """Processes that are left of those that were started meanwhile; a helper of multiprocessing stays for good."""
+    return {seen for seen in descendants(os.getpid()) - before if "resource_tracker" not in " ".join(command_of(seen.pid))}
+
+
 def command_of(pid: int) -> list[str]:
     with open(f"/proc/{pid}/cmdline") as file:
         return file.read().split("\0")
 
 
 def test_an_interrupted_sweep_has_what_ran() -> None:
+    before = descendants(os.getpid())
     def run_point(url: str, model: str, point: SweepPoint) -> LoadRun:
         if point.prefill == 2:
             raise KeyboardInterrupt
@@ -113,7 +120,7 @@ def test_an_interrupted_sweep_has_what_ran() -> None:
     result = sweep(dataclasses.replace(MOCK, splits=("1:1", "2:1", "3:1")), run_point)
     assert [each.failure for each in result.points] == ["", "interrupted"]
     assert result.is_interrupted
-    assert not descendants(os.getpid())
+    assert not started(before)
 
 
 def test_a_stopped_sweep_begins_no_more_points() -> None:
@@ -129,11 +136,12 @@ def test_a_stopped_sweep_begins_no_more_points() -> None:
 
 
 def test_a_stack_of_another_maker() -> None:
+    before = descendants(os.getpid())
     command = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}} --directory {{prefill}}{{decode}}"
     options = SweepOptions(splits=("1:1",), stack=command, start_s=1.0)
     [made] = sweep(options, lambda url, model, point: made_run()).points
     assert made.failure.startswith("the service was not ready within 1 s: it has none of the routes /ready, /health, ")
-    assert not descendants(os.getpid())
+    assert not started(before)
 
 
 @pytest.mark.quick
