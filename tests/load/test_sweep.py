@@ -102,7 +102,9 @@ def test_a_lost_process_is_said_with_the_runs_that_were_made() -> None:
 
 def started(before: set[Seen]) -> set[Seen]:
     """Processes that are left of those that were started meanwhile; a helper of multiprocessing stays for good."""
-    return {seen for seen in descendants(os.getpid()) - before if "resource_tracker" not in " ".join(command_of(seen.pid))}
+    return {
+        seen for seen in descendants(os.getpid()) - before if "resource_tracker" not in " ".join(command_of(seen.pid))
+    }
 
 
 def command_of(pid: int) -> list[str]:
@@ -112,6 +114,7 @@ def command_of(pid: int) -> list[str]:
 
 def test_an_interrupted_sweep_has_what_ran() -> None:
     before = descendants(os.getpid())
+
     def run_point(url: str, model: str, point: SweepPoint) -> LoadRun:
         if point.prefill == 2:
             raise KeyboardInterrupt
