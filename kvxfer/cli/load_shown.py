@@ -143,7 +143,7 @@ def comparison(found: Comparison) -> None:
         )
     print(table(rows) + "\n")
     best = found.best
-    if best is not None:
+    if best is not None and len(found.result.points) > 1:
         print(f"The best for each worker is {best.point.name}.\n")
 
 

@@ -39,9 +39,12 @@ DOUBT, DOUBT_PLAIN, GROWTH_PLAIN = 0.1, 0.001, 0.15
 requests due than the third piled up."""
 CAME_DEVIATIONS = 3.0
 """So far can the rate of a probe be from the asked one, in standard deviations of a Poisson count."""
-LATE_PROBES_MAX = 3
+LATE_PROBES_MAX = 4
 LATE_STEP = 0.85
-"""After a probe with a late generator, rates stay below this share of its own, unless a higher one was in time."""
+"""A probe whose generator was late is repeated, in case it was by chance. After the second at about its rate, rates
+stay below this share of it, unless a higher one was in time."""
+LATE_NEAR = 1.1
+"""Rates that differ by less than this factor are about the same."""
 RANGE = 1024.0
 """A crossing is sought at most so far from the first rate, both ways."""
 
@@ -236,7 +239,7 @@ class SearchPlan:
         return result
 
     def _note_late(self, probe: SearchProbe, failure: RunVerdict) -> None:
-        if not any(one.is_believed and one.probe.rate >= probe.rate for one in self._done):
+        if self._late_near(probe.rate) > 1 and not self._was_in_time(probe.rate):
             self._highest = min(self._highest, probe.rate * LATE_STEP)
         late = sum(not one.is_believed for one in self._done)
         best = max((one.probe.rate for one in self._done if one.passed), default=0.0)
@@ -245,6 +248,14 @@ class SearchPlan:
                 failure.name,
                 f"At {probe.rate:.3g} requests/s the load was not what was asked for. " + (failure.sentence),
             )
+
+    def _late_near(self, rate: float) -> int:
+        """How many probes at about ``rate`` had a late generator."""
+        near = (one for one in self._done if rate / LATE_NEAR < one.probe.rate < rate * LATE_NEAR)
+        return sum(not one.is_believed for one in near)
+
+    def _was_in_time(self, rate: float) -> bool:
+        return any(one.is_believed and one.probe.rate > rate / LATE_NEAR for one in self._done)
 
     def _note_measured(self, probe: SearchProbe, run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> None:
         share = summary.attainment.share
@@ -292,6 +303,9 @@ class SearchPlan:
     def _next_rate(self) -> float | None:
         believed = [one for one in self._done if one.is_believed]
         lowest, highest = self._options.lowest, self._highest
+        last = self._done[-1] if self._done else None
+        if last is not None and not last.is_believed and last.probe.rate <= highest:
+            return last.probe.rate
         if not believed:
             return min(self._options.start_rate, highest)
         rates = [one.probe.rate for one in believed]

@@ -122,7 +122,7 @@ def test_the_lowest_rate_that_may_be_asked_can_fail() -> None:
 def test_a_late_generator_is_the_answer_where_it_is_always_late() -> None:
     result = found(late_s=0.05)
     assert (result.rate, result.reason) == (None, "generator_late")
-    assert len(result.probes) == 3
+    assert len(result.probes) == 4
     assert "late" in result.sentence
 
 
@@ -132,7 +132,20 @@ def test_a_generator_that_was_late_once_is_not_believed_and_not_the_end() -> Non
 
     result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=31.0))
     assert result.rate == pytest.approx(M_D_1_CAPACITY, rel=0.12)
-    assert [one.is_believed for one in result.probes].count(False) == 1
+    assert [one.is_believed for one in result.probes] == [False, False, *[True] * (len(result.probes) - 2)]
+
+
+def test_a_generator_that_is_late_by_chance_bounds_nothing() -> None:
+    """The first probe of two rates is late; the capacity is far above both."""
+
+    def run_at(probe: SearchProbe) -> LoadRun:
+        return probing(late_s=5.0 if probe.number in (1, 3) else 0.0, is_exponential=False)(probe)
+
+    result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=5.0))
+    rates = [one.probe.rate for one in result.probes]
+    assert rates[:2] == [5.0, 5.0]
+    assert rates[2] == rates[3] > 5.0
+    assert result.rate == pytest.approx(M_D_1_CAPACITY, rel=0.15)
     assert all(not one.passed for one in result.probes if not one.is_believed)
 
 

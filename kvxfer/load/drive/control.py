@@ -35,6 +35,8 @@ class ProcessUse:
     """Arrivals that came while a body was made, and were noted after it."""
     worst_stamp_s: float
     """The most that one of them can have been noted too late."""
+    priority: str = ""
+    """``realtime``, or ``ordinary`` where the system allowed no more."""
 
 
 class ControlLine:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from kvxfer import open_files
-from kvxfer.load.drive import control
+from kvxfer.load.drive import control, priority
 from kvxfer.load.drive.control import ControlLine
 from kvxfer.load.drive.endpoint import LoadEndpoint
 from kvxfer.load.drive.schedule import SharePlan
@@ -39,7 +39,7 @@ def run_process(
         gc.freeze()
         gc.disable()
         if is_begun:
-            sender.run()
+            sender.run(priority.wake_soon())
     except Exception as error:  # the command says it; a traceback of this process says nothing to its user
         line.say(control.FAILED, f"{type(error).__name__}: {error}".replace("\n", " ").encode())
         line.flush()

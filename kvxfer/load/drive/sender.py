@@ -100,8 +100,8 @@ class Sender:
             self.began_s = time.monotonic()
         return self._line.is_open
 
-    def run(self) -> None:
-        """Until all is told, or the command's process is gone."""
+    def run(self, priority: str = "") -> None:
+        """Until all is told, or the command's process is gone. ``priority`` is what the system gave this process."""
         cpu_s = _cpu_s()
         while self._line.is_open and not self._is_over():
             now_s = self._now()
@@ -122,6 +122,7 @@ class Sender:
             self._bodies.late,
             self._stamps_late,
             round(self._worst_stamp_s, 6),
+            priority,
         )
         while self._untold:
             self._tell()
