@@ -15,7 +15,19 @@ MESSAGE_MAX = 200
 ERROR_MAX = 100
 LINE_BYTES_MAX = 16 << 20
 PLAIN_BYTES_MAX = 64 << 20
+REFUSAL_BYTES_MAX = 64 << 10
+"""What is kept of the body of a refusal."""
+COUNT_MAX = 1 << 31
+"""More tokens no answer has: what a server says beyond it is passed over."""
 ACCOUNT = "kvxfer-account"
+ACCOUNT_BYTES_MAX = 16 << 10
+"""Of all accounts of one answer together; what is longer, deeper or no JSON is passed over."""
+ACCOUNT_DEPTH_MAX = 8
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BROKEN_OFF = ("abort", "aborted", "error")
+"""Finish reasons of an engine that gave the answer up: vLLM's and SGLang's."""
+
+ABORTED = "aborted"
 
 CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 """Members of a delta that are content."""
@@ -58,7 +70,29 @@ def failure_of(value: Any, status: int | None) -> tuple[str, str]:
         message = error
     if not isinstance(message, str):
         message = json.dumps(message)
-    return name[:ERROR_MAX] or (f"http_{status}" if status and status != 200 else "server_error"), message[:MESSAGE_MAX]
+    otherwise = f"http_{status}" if status and status != 200 else "server_error"
+    return _printable(name[:ERROR_MAX]).strip() or otherwise, message[:MESSAGE_MAX]
+
+
+def _printable(text: str) -> str:
+    """What a terminal, a table or a file could not bear (control characters, halves of surrogates) becomes ``?``."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < COUNT_MAX
+
+
+def _depth(value: Any) -> int:
+    """Of objects and lists in one another; above ACCOUNT_DEPTH_MAX it looks no further."""
+    depth, found = 0, [value]
+    while depth <= ACCOUNT_DEPTH_MAX:
+        inner = [one for one in found if isinstance(one, (dict, list))]
+        if not inner:
+            break
+        depth += 1
+        found = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 class AnswerReader:
@@ -67,6 +101,8 @@ class AnswerReader:
     __slots__ = (
         *(
             "_data",
+            "_data_bytes",
+            "_is_error",
             "_rest",
             "_streamed",
             "account",
@@ -97,8 +133,12 @@ class AnswerReader:
         self.is_done = False
         self.has_finished = False
         self._streamed = False
-        self._rest = b""
+        self._is_error = False
+        """The event that comes is called ``error``."""
+        self._rest = bytearray()
+        """What came of a line that is not whole, or of a body that is no stream."""
         self._data: list[bytes] = []
+        self._data_bytes = 0
 
     def head(self, status: int, content_type: str) -> None:
         """The head is there. A body that is no event stream is read whole."""
@@ -107,21 +147,41 @@ class AnswerReader:
 
     def data(self, part: bytes, now_s: float) -> bool:
         if not self._streamed:
-            self._rest += part
-            return len(self._rest) <= PLAIN_BYTES_MAX or self._bad(now_s, "the answer is too long")
-        lines = (self._rest + part if self._rest else part).split(b"\n")
-        self._rest = lines.pop()
+            return self._plain(part, now_s)
+        if self._rest:
+            if b"\n" not in part:
+                self._rest += part
+                return len(self._rest) <= LINE_BYTES_MAX or self._bad(now_s, "a line of the stream is too long")
+            part = bytes(self._rest) + part
+            self._rest.clear()
+        lines = part.split(b"\n")
+        self._rest += lines.pop()
         for line in lines:
             if line[-1:] == b"\r":
                 line = line[:-1]
             if line[:5] == b"data:":
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+                if len(self._data) > 1:
+                    self._data_bytes += len(line)
+                    if self._data_bytes > LINE_BYTES_MAX:
+                        return self._bad(now_s, "an event of the stream is too long")
             elif not line:
                 if self._data and not self._dispatch(now_s):
                     return False
             elif line[:1] == b":":
                 self._comment(line[1:].strip())
+            elif line[:6] == b"event:":
+                self._is_error = line[6:].strip() == b"error"
+            elif line[:8] == BYTE_ORDER_MARK + b"data:":
+                self._data.append(line[8:])
         return len(self._rest) <= LINE_BYTES_MAX or self._bad(now_s, "a line of the stream is too long")
+
+    def _plain(self, part: bytes, now_s: float) -> bool:
+        if self.status != 200:  # the beginning says what is wrong
+            self._rest += part[: max(0, REFUSAL_BYTES_MAX - len(self._rest))]
+            return True
+        self._rest += part
+        return len(self._rest) <= PLAIN_BYTES_MAX or self._bad(now_s, "the answer is too long")
 
     def end(self, now_s: float) -> None:
         """The body is whole as far as HTTP goes: says whether the answer is."""
@@ -149,7 +209,7 @@ class AnswerReader:
         record.cached_tokens, record.account = self.cached_tokens, self.account
         if self.prompt_tokens is not None:
             record.prompt_tokens = self.prompt_tokens
-        if self.completion_tokens is not None:
+        if self.completion_tokens is not None and (self.completion_tokens or not self.chunks):
             record.output_tokens, record.tokens_from = self.completion_tokens, "usage"
         elif self.chunks:
             record.output_tokens, record.tokens_from = self.chunks, "chunks"
@@ -158,6 +218,10 @@ class AnswerReader:
         """One event is whole."""
         text = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
         self._data.clear()
+        self._data_bytes = 0
+        is_error, self._is_error = self._is_error, False
+        if self.is_done:
+            return True
         if text.strip() == b"[DONE]":
             self.is_done = True
             return True
@@ -167,7 +231,7 @@ class AnswerReader:
             return self._bad(now_s, f"an event is no JSON: {error}")
         if not isinstance(event, dict):
             return self._bad(now_s, "an event is no JSON object")
-        if event.get("error") or event.get("object") == "error":
+        if is_error or event.get("error") or event.get("object") == "error":
             self.fail(*failure_of(event, self.status), now_s)
             return True
         if has_content(event):
@@ -175,15 +239,15 @@ class AnswerReader:
                 self.first_s = now_s
                 usage = event.get("usage")
                 tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-                self.first_tokens = tokens if isinstance(tokens, int) and tokens > 0 else 1
+                self.first_tokens = tokens if _is_count(tokens) and tokens else 1
             elif self.last_s is not None and now_s - self.last_s > (self.longest_gap_s or -1.0):
                 self.longest_gap_s = now_s - self.last_s
             self.last_s = now_s
             self.chunks += 1
-        self._members(event)
+        self._members(event, now_s)
         return True
 
-    def _members(self, event: dict[str, Any]) -> None:
+    def _members(self, event: dict[str, Any], now_s: float) -> None:
         usage = event.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
@@ -193,16 +257,19 @@ class AnswerReader:
                 ("prompt_tokens", usage.get("prompt_tokens")),
                 ("cached_tokens", cached),
             ):
-                if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                if _is_count(value):
                     setattr(self, name, value)
         account = event.get("kvxfer")
         if isinstance(account, dict):
-            self.account = {**(self.account or {}), **account}
+            self._take_account(account)
         choices = event.get("choices")
         if isinstance(choices, list):
             for choice in choices:
-                if isinstance(choice, dict) and choice.get("finish_reason"):
+                if isinstance(choice, dict) and (reason := choice.get("finish_reason")):
                     self.has_finished = True
+                    kind = reason.get("type") if isinstance(reason, dict) else reason
+                    if isinstance(kind, str) and kind in BROKEN_OFF:
+                        self.fail(ABORTED, f"the server gave the answer up: finish_reason is {kind}", now_s)
 
     def _comment(self, text: bytes) -> None:
         name, _, value = text.partition(b" ")
@@ -212,7 +279,19 @@ class AnswerReader:
             except (ValueError, RecursionError):
                 return
             if isinstance(account, dict):
-                self.account = {**(self.account or {}), **account}
+                self._take_account(account)
+
+    def _take_account(self, account: dict[str, Any]) -> None:
+        """Beside those before it, if a record can bear it."""
+        taken = {**(self.account or {}), **account}
+        if _depth(taken) > ACCOUNT_DEPTH_MAX:
+            return
+        try:
+            size = len(json.dumps(taken, allow_nan=False))
+        except ValueError:
+            return
+        if size <= ACCOUNT_BYTES_MAX:
+            self.account = taken
 
     def _whole(self, now_s: float) -> None:
         """A body that is no stream."""
@@ -228,7 +307,7 @@ class AnswerReader:
         elif value.get("error") or value.get("object") == "error":
             self.fail(*failure_of(value, self.status), now_s)
         else:
-            self._members(value)
+            self._members(value, now_s)
             if not isinstance(value.get("choices"), list):
                 self.fail(BAD_ANSWER, "the answer has no choices", now_s)
             elif has_content(value):

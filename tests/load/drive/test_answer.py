@@ -225,3 +225,84 @@ def test_no_bytes_break_it(text: bytes, status: int, kind: str) -> None:
 def test_no_json_breaks_it(value: Any) -> None:
     read((sse(value), 1.0))
     read((json.dumps(value).encode(), 1.0), kind="application/json")
+
+
+def raw_event(text: bytes) -> bytes:
+    return b"data: " + text + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "account",
+    [
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"a": "' + b"x" * 20_000 + b'"}',
+    ],
+)
+def test_an_account_that_a_record_cannot_bear_is_passed_over(account: bytes) -> None:
+    event = raw_event(b'{"choices": [{"text": "x"}], "kvxfer": ' + account + b"}")
+    comment = b": kvxfer-account " + account + b"\n\n"
+    record = read((event + comment + sse(usage(1, kvxfer={})), 1.0))
+    assert (record.error, record.output_tokens, record.account) == ("", 1, None)
+    record.to_json()
+
+
+def test_an_account_does_not_grow_by_pieces() -> None:
+    events = [token("x", kvxfer={f"{place}": "x" * 1000}) for place in range(100)]
+    record = read((sse(*events), 1.0))
+    assert len(json.dumps(record.account)) <= 16 << 10
+
+
+@pytest.mark.parametrize("count", [10**400, 1 << 31, -1, True, 2.0, 0])
+def test_a_count_that_cannot_be_is_no_count(count: Any) -> None:
+    first = token("a", usage={"completion_tokens": count, "prompt_tokens": count})
+    record = read((sse(first, done=False), 1.0), (sse(token("b"), usage(count, 7)), 2.0))
+    assert (record.output_tokens, record.tokens_from, record.first_chunk_tokens) == (2, "chunks", 1)
+    assert record.tpot_s == 1.0
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", {"type": "abort", "message": "x", "status_code": 500}])
+def test_an_answer_that_the_engine_gave_up_has_failed(reason: Any) -> None:
+    last = {"choices": [{"index": 0, "text": "", "finish_reason": reason}]}
+    assert read((sse(token("a"), last), 1.0)).error == "aborted"
+    assert read((json.dumps(last).encode(), 1.0), kind="application/json").error == "aborted"
+
+
+def test_an_event_called_error_is_one() -> None:
+    stream = sse(token("a"), done=False) + b'event: error\r\ndata: {"message": "out of memory"}\r\n\r\n'
+    record = read((stream + sse(token("b")), 1.0))
+    assert (record.error, record.message, record.chunks) == ("server_error", "out of memory", 2)
+    assert not read((b"event: token\n" + sse(token("a")), 1.0)).error
+
+
+def test_nothing_counts_after_done() -> None:
+    record = read((sse(token("a")), 1.0), (sse(token("b"), usage(9)), 2.0))
+    assert (record.chunks, record.last_s, record.output_tokens) == (1, 1.0, 1)
+
+
+def test_a_byte_order_mark_hides_no_event() -> None:
+    assert read((b"\xef\xbb\xbf" + sse(token("a")), 1.0)).chunks == 1
+
+
+def test_names_of_errors_can_be_printed() -> None:
+    body = b'{"error": {"code": "\\ud800a\\u001b[31m\\nb", "message": "m"}}'
+    assert read((body, 1.0), status=500, kind="application/json").error == "?a?[31m?b"
+    assert read((b'{"error": {"code": " "}}', 1.0), status=500, kind="application/json").error == "http_500"
+
+
+def test_an_event_without_an_end_is_given_up() -> None:
+    reader = AnswerReader()
+    reader.head(200, STREAM)
+    line = b"data: " + b"x" * (1 << 20) + b"\n"
+    assert not all(reader.data(line, 1.0) for _ in range(64))
+    assert reader.error == "bad_answer"
+
+
+def test_of_a_refusal_the_beginning_is_kept() -> None:
+    reader = AnswerReader()
+    reader.head(503, "text/html")
+    assert all(reader.data(b"busy " * 10_000, 1.0) for _ in range(100))
+    reader.end(2.0)
+    assert (reader.error, reader.message[:9]) == ("http_503", "busy busy")
