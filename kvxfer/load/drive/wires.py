@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection of a sending process: dials, sends, receives, and hands what came to the answer's reader.
 
 Decides when the last byte was handed to the kernel, when bytes came, and whether a failed request may be tried again:
-once, where a connection that had stood idle failed before any byte of the answer. It must never know a schedule.
+once, where a connection that had stood idle failed at once and before any byte of the answer. It must never know a
+schedule.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from kvxfer.load.drive.endpoint import LoadEndpoint
 from kvxfer.load.record import MeasuredRequest
 
 RECEIVE_BYTES = 1 << 18
+BARE_BYTES_MAX = 1 << 20
+"""Of heads, trailers and extensions without a byte of a body between them."""
+RETRY_S = 1.0
+"""A kept connection that ends later than this after the request was sent had not stood idle: the server has dropped a
+request that it had."""
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -72,6 +78,7 @@ class Wire:
 
     __slots__ = (
         *(
+            "_bare_bytes",
             "_content_type",
             "_events",
             "_has_bytes",
@@ -98,6 +105,7 @@ class Wire:
         self._content_type = ""
         self._has_bytes = self._is_complete = self._is_framed = self._is_junk = self._is_kept = self._stood_idle = False
         self._now_s = 0.0
+        self._bare_bytes = 0
         self.request: SentRequest | None = None
         self.state = WireState.DIALING
         self._is_tls = context is not None
@@ -157,8 +165,21 @@ class Wire:
                 self._connected()
         elif self.state is WireState.SHAKING:
             self._shake()
-        elif self.state is WireState.IDLE:  # closed by the server, or something that was not asked for
+        elif self.state is WireState.IDLE and not self._is_quiet():
             self.close()
+
+    def _is_quiet(self) -> bool:
+        """What an idle connection has to say is TLS's own, such as tickets: it is neither closed by the server, nor is
+        there something that was not asked for."""
+        if not self._is_tls:
+            return False
+        try:
+            self._sock.recv_into(self._buffer, 1)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def _watch(self, events: int) -> None:
         if events != self._events:
@@ -199,6 +220,7 @@ class Wire:
         self._stood_idle = stood_idle
         self._has_bytes = self._is_complete = self._is_framed = self._is_junk = self._is_kept = False
         self._content_type = ""
+        self._bare_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
         self._out = memoryview(request.payload)
         self._send_more()
@@ -238,6 +260,7 @@ class Wire:
             self._end_of_file()
             return
         self._has_bytes = True
+        self._bare_bytes += count
         try:
             self._parser.feed_data(self._view[:count])
         except httptools.HttpParserError as error:
@@ -252,6 +275,8 @@ class Wire:
             self._complete()
         elif self._is_junk:
             self._lost(BAD_ANSWER, "")
+        elif self._bare_bytes > BARE_BYTES_MAX:
+            self._lost(BAD_ANSWER, "the head of the answer is too long")
         elif self._is_tls and self._sock.pending():  # type: ignore[attr-defined]
             self._receive()
 
@@ -285,12 +310,12 @@ class Wire:
         assert request is not None
         is_retried = self._stood_idle and not self._has_bytes and not request.was_retried
         self.close()
-        if is_retried and error == CONNECTION_LOST:
+        now_s = time.monotonic() - self._owner.began_s
+        if is_retried and error == CONNECTION_LOST and now_s - (request.record.sent_s or request.begun_s) <= RETRY_S:
             request.was_retried = True
             request.record.sent_s = None
             self._owner.wire_retries(request)
             return
-        now_s = time.monotonic() - self._owner.began_s
         request.reader.fail(error, message, now_s)
         self._owner.wire_ended(request, now_s)
 
@@ -312,6 +337,7 @@ class Wire:
             self._is_framed = self._is_framed or status in (204, 304)
 
     def on_body(self, body: bytes) -> None:
+        self._bare_bytes = 0
         if not self._is_complete and self.request is not None and not self.request.reader.data(body, self._now_s):
             self._is_junk = True
 

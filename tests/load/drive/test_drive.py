@@ -154,6 +154,37 @@ def test_a_stale_connection_is_tried_again_once() -> None:
     assert result.processes[0].sent == 8
 
 
+def test_a_request_that_the_server_had_and_dropped_is_not_tried_again() -> None:
+    """It reads the request on a kept connection, works for more than a second, and closes."""
+    dropped: list[int] = []
+
+    def script(asked: AskedOf) -> Iterator[Step]:
+        if asked.place:
+            dropped.append(asked.number)
+            threading.Event().wait(1.2)
+            yield CLOSE
+        yield stream(token())
+
+    with scripted(script) as server:
+        _, records = driven(server.url, workload_of([place * 0.05 for place in range(6)]))
+    assert dropped
+    assert [record.number for record in records if record.error == "connection_lost"] == sorted(dropped)
+    assert sum(not record.error for record in records) == 6 - len(dropped)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx: ", STREAM_HEAD + chunk(sse(token())) + b"0\r\nx: "])
+def test_a_head_without_an_end_is_given_up(head: bytes) -> None:
+    def script(_asked: AskedOf) -> Iterator[Step]:
+        yield head
+        while True:
+            yield b"x" * (1 << 16)
+
+    with scripted(script) as server:
+        _, records = driven(server.url, workload_of([0.0]), timeout_s=30.0, drain_s=30.0)
+    assert (records[0].end_s or 30.0) < 20
+    assert records[0].error == ("" if b"DONE" in head else "bad_answer")
+
+
 def test_a_server_that_always_closes_is_tried_twice() -> None:
     with scripted(lambda asked: iter([CLOSE])) as server:
         _, records = driven(server.url, workload_of([0.3, 0.4]))
@@ -248,6 +279,17 @@ def test_tls(tmp_path: pathlib.Path) -> None:
     assert [record.error for record in records] == [""] * 3
     assert refused[0].error == "unreachable"
     assert "certificate" in refused[0].message.lower()
+
+
+def test_tickets_of_tls_do_not_end_a_connection_that_was_dialed_ahead(tmp_path: pathlib.Path) -> None:
+    authority = Authority(tmp_path)
+    identity = authority.issue("server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(identity.cert, identity.key)
+    with scripted(context=context) as server:
+        _, records = driven(server.url, workload_of([0.5]), target={"ca_file": authority.cert})
+        assert server._connections == 2  # one is the look whether anything is there
+    assert records[0].error == ""
 
 
 def test_a_dead_endpoint_is_told_at_once() -> None:
