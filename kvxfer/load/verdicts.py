@@ -27,6 +27,8 @@ DELIVERY_SLACK_S = 0.1
 """A request that is sent later than this after it was due was not delivered at its time."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 """The driver's error of a request that was beyond the connections it may open."""
+NO_BODY = "no_body"
+"""The driver's error of a request that it could not make."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -101,7 +103,9 @@ def _late(run: LoadRun) -> RunVerdict | None:
 
 def is_unsent(record: MeasuredRequest) -> bool:
     """It was due and the generator never tried it. A later turn of a session that had broken was not due."""
-    return record.error == TOO_MANY_CONNECTIONS or (record.error == NOT_SENT and record.turn == 0)
+    if record.sent_s is not None or record.status is not None:  # the server's own word for something else
+        return False
+    return record.error in (TOO_MANY_CONNECTIONS, NO_BODY) or (record.error == NOT_SENT and record.turn == 0)
 
 
 def _undelivered(run: LoadRun) -> RunVerdict | None:

@@ -105,3 +105,12 @@ def test_a_run_above_capacity_is_told() -> None:
 @pytest.mark.parametrize("ended", ["interrupted", "disk_full", "unreachable", "something_new"])
 def test_a_run_that_ended_early_has_failed(ended: str) -> None:
     assert verdicts(run_of(even(), ended=ended))[ended].is_failure
+
+
+@pytest.mark.parametrize("error", ["too_many_connections", "not_sent", "no_body"])
+def test_a_server_cannot_say_that_the_generator_failed(error: str) -> None:
+    """It refuses a hundred requests by a code that is also a name of ours."""
+    told = [failed(n, n / 100, error, sent_s=n / 100) if n < 100 else one for n, one in enumerate(even())]
+    assert "undelivered" not in verdicts(run_of(told))
+    ours = [failed(n, n / 100, error, sent_s=None) if n < 100 else one for n, one in enumerate(even())]
+    assert verdicts(run_of(ours))["undelivered"].is_failure
