@@ -125,6 +125,7 @@ def _made_up(options: WorkloadOptions) -> Workload:
         think_s=options.think_s,
     )
     kind = options.arrival or ArrivalKind.POISSON
+    _check_has_use(options, kind)
     count = options.requests or (0 if options.duration_s else REQUESTS_DEFAULT)
     begins = _begins(options, kind, math.ceil(count / options.turns), 1 / options.turns)
     requests = made_up.requests(begins, count or len(begins) * options.turns, options.seed)
@@ -150,6 +151,7 @@ def _from_trace(options: WorkloadOptions) -> Workload:
     )
     requests: Sequence[WorkloadRequest] = scaled.of_all(found.requests)
     kind = options.arrival or (ArrivalKind.TRACE if found.has_times else ArrivalKind.POISSON)
+    _check_has_use(options, kind)
     if kind is ArrivalKind.TRACE:
         if not found.has_times:
             raise ConfigError(f"{path} says not when requests are due: choose another arrival than trace")
@@ -161,8 +163,6 @@ def _from_trace(options: WorkloadOptions) -> Workload:
                 for request in requests
             ]
     else:
-        if options.speedup != 1:
-            raise ConfigError(f"speedup is of arrival trace, not of {kind.value}: say the rate")
         sessions = sessions_in(requests)
         requests = moved(requests, _begins(options, kind, sessions, sessions / len(requests)))
     if found.left_out:
@@ -170,6 +170,23 @@ def _from_trace(options: WorkloadOptions) -> Workload:
     name = path.name or str(path)
     how = f"{options.speedup:g} x its times" if kind is ArrivalKind.TRACE else f"{kind.value} arrivals"
     return _bounded(options, Workload(name, requests, hash_tokens=scaled.hash_tokens_scaled, source=source), how)
+
+
+OF_AN_ARRIVAL = {
+    "rate": (set(ArrivalKind) - {ArrivalKind.TRACE}, "speedup makes a trace faster, arrival poisson gives it a rate"),
+    "end_rate": ({ArrivalKind.RAMP}, "say arrival ramp"),
+    "burstiness": ({ArrivalKind.GAMMA}, "say arrival gamma"),
+    "speedup": ({ArrivalKind.TRACE}, "say the rate"),
+}
+"""Settings that not every arrival heeds: which do, and what to say where another does not."""
+
+
+def _check_has_use(options: WorkloadOptions, kind: ArrivalKind) -> None:
+    """Raises ConfigError for a setting that would change nothing: who gave it believes in another load."""
+    for field in dataclasses.fields(options):
+        kinds, instead = OF_AN_ARRIVAL.get(field.name, ({kind}, ""))
+        if kind not in kinds and getattr(options, field.name) != field.default:
+            raise ConfigError(f"{field.name} has no place in arrival {kind.value}: {instead}")
 
 
 def _begins(options: WorkloadOptions, kind: ArrivalKind, count: int, share: float) -> arrivals.Times:

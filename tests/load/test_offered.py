@@ -206,7 +206,11 @@ def test_bytes_that_are_no_text_are_a_sentence(tmp_path: pathlib.Path) -> None:
     [
         ({"trace": "/nowhere/at all"}, "cannot be read: No such file"),
         ({"trace": AZURE, "requests": 300}, "has 200 requests, which is less than the 300"),
-        ({"trace": AZURE, "arrival": ArrivalKind.POISSON, "speedup": 2.0}, "speedup is of arrival trace"),
+        ({"trace": AZURE, "arrival": ArrivalKind.POISSON, "speedup": 2.0}, "speedup has no place in arrival poisson"),
+        ({"trace": AZURE, "rate": 5.0}, "rate has no place in arrival trace: speedup"),
+        ({"speedup": 2.0}, "speedup has no place in arrival poisson"),
+        ({"end_rate": 2.0}, "end_rate has no place in arrival poisson: say arrival ramp"),
+        ({"burstiness": 0.5}, "burstiness has no place in arrival poisson: say arrival gamma"),
         ({"trace": AZURE, "duration_s": 0.0, "prompt_scale": 1e5}, "more than 16777216 tokens"),
         ({"trace": AZURE, "trace_format": "burstgpt"}, "line 1: the header must have Timestamp"),
         ({"trace": AZURE, "trace_format": "parquet"}, "one of the formats mooncake, azure"),
