@@ -74,6 +74,8 @@ class RunDirectory:
             return cls(place, os.open(place / REQUESTS_FILE, flags, 0o666))
         except OSError as error:
             if error.errno in FULL:
+                with contextlib.suppress(OSError):
+                    (place / (RUN_FILE + PARTIAL)).unlink()
                 raise DiskFullError(f"{_reason(error)}: there is no space for a load test in {place}") from None
             reason = error.strerror or type(error).__name__
             raise ConfigError(f"cannot write into the directory {place}: {reason.lower()}") from None

@@ -75,6 +75,22 @@ def test_a_disk_that_is_full(tmp_path: pathlib.Path) -> None:
     assert 200 < int(str(told["read"])) <= int(str(told["asked"]))
 
 
+def test_a_directory_that_has_no_space_for_a_load_test_stays_empty(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the same command would be refused once there is space, for a file that says nothing."""
+    from kvxfer.load import artefacts
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(artefacts.os, "fsync", fsync)
+        with pytest.raises(DiskFullError, match="there is no space for a load test in"):
+            RunDirectory.create(tmp_path / "out")
+    RunDirectory.create(tmp_path / "out").close()
+
+
 def test_a_device_without_space(tmp_path: pathlib.Path) -> None:
     run = made_up_run(requests=2)
     directory = RunDirectory.create(tmp_path)
