@@ -17,15 +17,22 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.load import aiperf_files
 from kvxfer.load.drive.answer import DRIVER_LOST
 from kvxfer.load.drive.endpoint import find
-from kvxfer.load.drive.start import COMPLETE, INTERRUPTED, UNREACHED, DriveProgress, DriveResult, StopFlag
+from kvxfer.load.drive.start import (
+    COMPLETE,
+    INTERRUPTED,
+    UNREACHED,
+    DriveProgress,
+    DriveResult,
+    StopFlag,
+    hearing_interrupts,
+)
 from kvxfer.load.importers import aiperf as importer
 from kvxfer.load.importers import aiperf_raw
 from kvxfer.load.importers.fields import Members, read_lines
@@ -80,7 +87,7 @@ def drive_aiperf(
             raise ConfigError(f"{results} is there already: aiperf's results need a directory of their own")
         aiperf_files.write_files(directory, workload, body, target, options)
         started = _AiperfRun(workload, options, results, on_progress, stop)
-        stack.enter_context(_hearing(started.interrupt))
+        stack.enter_context(hearing_interrupts(started.interrupt))
         result = started.run(command, directory, aiperf_files.environment(directory, target, options))
         _tell(workload, results, run, warmup, result, on_record)
         return result
@@ -147,7 +154,7 @@ class _AiperfRun:
                 process.wait()
         if process.returncode and not was_told:
             words = (directory / aiperf_files.OUTPUT).read_text(errors="replace")
-            result.ended = "driver_lost"
+            result.ended = DRIVER_LOST
             result.message = f"aiperf ended with code {process.returncode}: {last_words(words)}"
         return result
 
@@ -207,20 +214,6 @@ def last_words(output: str) -> str:
     return ([*told, *errors] or ["it says nothing"])[-1][:WORDS_MAX]
 
 
-@contextlib.contextmanager
-def _hearing(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls ``interrupt``, where it would else raise KeyboardInterrupt in this thread."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda _number, _frame: interrupt())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _tell(
     workload: Workload,
     results: pathlib.Path,
@@ -239,7 +232,7 @@ def _tell(
         accounts = aiperf_raw.accounts(results / aiperf_raw.RECORDS)
     except ConfigError as error:
         measured, accounts, begin_ns = {}, {}, time.time_ns()
-        result.ended, result.message = "driver_lost", f"aiperf's records cannot be read: {error}"
+        result.ended, result.message = DRIVER_LOST, f"aiperf's records cannot be read: {error}"
     result.began_unix_s = begin_ns / 1e9
     before: dict[int, float] = {}
     was_sent = False
@@ -251,7 +244,7 @@ def _tell(
         told_record = planned_record(request, due_s, run, record)
         told_record.is_warmup = request.number < warmup
         told_record.account = accounts.get(told_record.request_id)
-        if record is None and result.ended == "driver_lost":
+        if record is None and result.ended == DRIVER_LOST:
             told_record.error = DRIVER_LOST
         if request.session is not None:
             before[request.session] = told_record.end_s if told_record.end_s is not None else due_s

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.load.intervals import percentile
 from kvxfer.load.judge import RunSummary
-from kvxfer.load.record import NOT_SENT, MeasuredRequest
+from kvxfer.load.record import NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity
 
@@ -25,10 +25,6 @@ DELIVERY_BLOCK_S = 10.0
 DELIVERY_SHARE = 0.005
 DELIVERY_SLACK_S = 0.1
 """A request that is sent later than this after it was due was not delivered at its time."""
-TOO_MANY_CONNECTIONS = "too_many_connections"
-"""The driver's error of a request that was beyond the connections it may open."""
-NO_BODY = "no_body"
-"""The driver's error of a request that it could not make."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 

@@ -39,7 +39,6 @@ DRIVER_LOST = "driver_lost"
 NO_BODY = "no_body"
 NOT_FINISHED = "not_finished"
 TIMEOUT = "timeout"
-TOO_MANY_CONNECTIONS = "too_many_connections"
 UNREACHABLE = "unreachable"
 
 

@@ -127,7 +127,7 @@ def drive(
     endpoint = find(target)
     processes = process_count(workload, options.processes, len(os.sched_getaffinity(0)))
     started = _Run(workload, on_record, on_progress, stop)
-    with _hearing_interrupts(started.interrupt):
+    with hearing_interrupts(started.interrupt):
         try:
             for place, requests in enumerate(shares(workload, processes)):
                 share = options.connections_max // processes + (place < options.connections_max % processes)
@@ -151,7 +151,7 @@ def drive(
 
 
 @contextlib.contextmanager
-def _hearing_interrupts(interrupt: Callable[[], None]) -> Iterator[None]:
+def hearing_interrupts(interrupt: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C calls ``interrupt``, where it would else raise KeyboardInterrupt in this thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
