@@ -141,11 +141,19 @@ def _sweep(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
 
 def _import(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     from kvxfer.load import conclude
-    from kvxfer.load.importers.read import read_results
+    from kvxfer.load.importers.read import join_router_log, read_results
 
-    goal, out = options_from(GoalOptions, args), options_from(OutOptions, args)
+    goal, out, options = (
+        options_from(GoalOptions, args),
+        options_from(OutOptions, args),
+        options_from(ImportOptions, args),
+    )
     conclude.limits_of(goal)
-    runs = read_results(args.file, options_from(ImportOptions, args).tool)
+    runs = read_results(args.file, options.tool)
+    if options.router_log:
+        joined = join_router_log(runs, pathlib.Path(options.router_log))
+        requests = sum(len(run.records) for run in runs)
+        print(f"kvxfer: the router's log has an account of {joined} of {requests} requests", file=sys.stderr)
     with conclude.opened(out) as directory:
         for record in (record for run in runs for record in run.records):
             directory.append(record)
@@ -178,6 +186,13 @@ class ImportOptions:
 
     tool: ImportFormat | None = dataclasses.field(
         default=None, metadata={"help": "that wrote the file (default: found out from what is in it)"}
+    )
+    router_log: str = dataclasses.field(
+        default="",
+        metadata={
+            "help": "log of a kvxfer router (--log-style=json) that the requests went through: its accounts of them",
+            "metavar": "FILE",
+        },
     )
 
 

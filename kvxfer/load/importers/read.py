@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.load.importers import aiperf, aiperf_raw, guidellm, inference_perf, vllm_bench
 from kvxfer.load.importers.fields import read_documents, read_lines
 from kvxfer.load.importers.made import name_apart
+from kvxfer.load.join import join_log
 from kvxfer.load.run import LoadRun
 
 
@@ -63,6 +65,24 @@ def read_results(path: pathlib.Path, tool: ImportFormat | None = None) -> list[L
         raise ConfigError(f"{path}: is empty")
     name_apart(runs)
     return runs
+
+
+def join_router_log(runs: Sequence[LoadRun], path: pathlib.Path) -> int:
+    """Give the requests of imported runs the accounts that a router's log has of their ids; returns how many got one.
+
+    Raises ConfigError for a log that cannot be read, and for one without an account of any of these requests.
+    """
+    try:
+        with path.open("rb") as lines:
+            joined = join_log((record for run in runs for record in run.records), lines)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if not joined:
+        raise ConfigError(
+            f"{path}: has no account of these requests; the tool must send each its own x-request-id and "
+            "x-kvxfer-account: 1, and the router write its log with --log-style=json"
+        )
+    return joined
 
 
 def _file_of(path: pathlib.Path) -> pathlib.Path:

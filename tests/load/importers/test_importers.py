@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.load.importers import aiperf_raw
-from kvxfer.load.importers.read import ImportFormat, read_results
+from kvxfer.load.importers.read import ImportFormat, join_router_log, read_results
 from kvxfer.load.run import LoadRun
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -109,6 +109,20 @@ def test_accounts_are_found_by_request_id(tmp_path: pathlib.Path) -> None:
     assert aiperf_raw.accounts(path) == wanted
     assert aiperf_raw.accounts(tmp_path / "none") == {}
     assert {record.request_id: record.account for record in one(path).records if record.account} == wanted
+
+
+def test_a_routers_log_gives_its_accounts(tmp_path: pathlib.Path) -> None:
+    run = one(FILES[ImportFormat.AIPERF])
+    wanted = run.records[0].request_id
+    log = tmp_path / "router.log"
+    log.write_text(json.dumps({"message": "request", "request_id": wanted, "account": {"first_s": 0.2}}) + "\n")
+    assert join_router_log([run], log) == 1
+    assert [record.request_id for record in run.records if record.account == {"first_s": 0.2}] == [wanted]
+    log.write_text("another log\n")
+    with pytest.raises(ConfigError, match="has no account of these requests"):
+        join_router_log([run], log)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        join_router_log([run], tmp_path / "none")
 
 
 def test_aiperf_in_a_closed_loop_has_no_rate_and_its_warmup_does_not_count() -> None:
