@@ -53,7 +53,8 @@ def test_it_gets_one_ctrl_c(tmp_path: pathlib.Path) -> None:
     """The second one ends ``kvxfer serve`` without its children."""
     said = tmp_path / "said"
     count = f"signal.signal(signal.SIGINT, lambda *_: open({str(said)!r}, 'a').write('x'))"
-    with served(script(count, f"print('{READY}', flush=True)", "time.sleep(0.5)", "time.sleep(0.5)")):
+    wait = f"while not os.path.exists({str(said)!r}): time.sleep(0.01)"
+    with served(script(count, f"print('{READY}', flush=True)", wait, "time.sleep(0.3)")):
         pass
     assert said.read_text() == "x"
 
