@@ -76,7 +76,18 @@ def run_table(summary: RunSummary) -> str:
         ],
         ["goodput", f"{summary.goodput_per_s:.2f} requests/s{_each(summary)}"],
     ]
-    return "\n\n".join((table(counts), table(rows), table(ends)))
+    return "\n\n".join(table(one) for one in (counts, rows, _phases(summary), ends) if one)
+
+
+def _phases(summary: RunSummary) -> list[list[str]]:
+    """Where the time went, of the answers whose phases are known; empty: of none."""
+    if not summary.phases:
+        return []
+    known = f"of {summary.joined.good} of {summary.joined.total} whole answers"
+    rows = [["phase", "mean", "p50", "p99", known]]
+    return rows + [
+        [name, *(time_of(value) for value in (one.mean, one.p50, one.p99)), ""] for name, one in summary.phases.items()
+    ]
 
 
 def _each(summary: RunSummary) -> str:

@@ -42,6 +42,8 @@ DEFINITIONS = {
     "attainment": "requests that met all limits / requests due in the window; a request that failed met none",
     "goodput": "requests that met all limits / seconds of the window",
     "percentiles": "of all: a failed request counts as infinite; of the good: only answers that are whole",
+    "joined": "whole answers whose phases an account tells / whole answers",
+    "phases": "late, queue, prefill, transfer, gap, decode, unexplained: due to last, split; of the joined answers",
     "interval": "Wilson's, at 95 %",
     "seconds": "all times are seconds after the beginning of the run, of one monotonic clock",
     "inf": "the text inf stands for infinity: it never came",

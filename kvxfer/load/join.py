@@ -291,9 +291,3 @@ def join_log(records: Iterable[MeasuredRequest], lines: Iterable[str | bytes]) -
             record.account = account
             joined += 1
     return joined
-
-
-def join_rate(records: Iterable[MeasuredRequest]) -> float:
-    """The share of the requests that were answered whole whose phases are known; 0 where none was answered."""
-    known = [phases_of(record) is not None for record in records if record.is_good]
-    return sum(known) / len(known) if known else 0.0

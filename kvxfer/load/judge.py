@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvxfer.load.intervals import CountedShare, Percentiles, counted_share, json_number
+from kvxfer.load.join import PHASES, phases_of
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
@@ -86,6 +87,10 @@ class RunSummary:
     of_all: Mapping[str, Percentiles]
     """Of all requests due: one that failed counts as infinite, so that a failure never improves a percentile. Lateness
     is infinite only where nothing was sent."""
+    joined: CountedShare
+    """Whole answers whose phases are known, out of all whole answers."""
+    phases: Mapping[str, Percentiles]
+    """Of those, by ``join.PHASES``; empty where there are none."""
 
     @property
     def is_attained(self) -> bool:
@@ -97,7 +102,7 @@ class RunSummary:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("of_successful", "of_all"):
+            if field.name in ("of_successful", "of_all", "phases"):
                 values[field.name] = {name: one.to_json() for name, one in value.items()}
             elif isinstance(value, CountedShare):
                 values[field.name] = value.to_json()
@@ -124,6 +129,7 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
     devices = _devices(run)
     tokens_per_s = per_s * math.fsum(tokens_within(record, begin, end) for record in run.records if record.is_good)
     of_successful = {name: Percentiles.of(_values(whole, of)) for name, of in QUANTITIES.items()}
+    phases = [known for record in whole if (known := phases_of(record)) is not None]
     median_tpot = of_successful["tpot"].p50
     return RunSummary(
         name=run.name,
@@ -148,6 +154,8 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
         tokens_from=_counts(record.tokens_from or "unknown" for record in whole),
         of_successful=of_successful,
         of_all={name: Percentiles.of(_values_of_all(counted, name)) for name in QUANTITIES},
+        joined=counted_share(len(phases), len(whole)),
+        phases={name: Percentiles.of(getattr(one, f"{name}_s") for one in phases) for name in PHASES if phases},
     )
 
 

@@ -51,7 +51,16 @@ def test_a_run_says_what_came_of_it(service: StartedService, tmp_path: pathlib.P
     done = load("run", f"--url={service.url}", *SHORT, "--goodput=ttft:5000", "--warmup=5", "--out=out", cwd=tmp_path)
     out = tmp_path / "out"
     check_code(done, out)
-    for text in ("40 due, 40 sent, 40 good, 0 failed", "TTFT", "TPOT", "E2E", "attainment  100.0%", "goodput"):
+    for text in (
+        "40 due, 40 sent, 40 good, 0 failed",
+        "TTFT",
+        "TPOT",
+        "E2E",
+        "unexplained",
+        "of 40 whole answers",
+        "attainment  100.0%",
+        "goodput",
+    ):
         assert text in done.stdout
     assert "run.json, requests.jsonl and summary.csv lie in out; the report: out/report.html" in done.stdout
     assert "sending: 100%" in done.stderr

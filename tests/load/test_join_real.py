@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.load.join import PHASES, join_log, join_rate, phases_of
+from kvxfer.load.join import PHASES, join_log, phases_of
 from kvxfer.load.record import MeasuredRequest
 from tests.support.fake_workers import eventually
 from tests.support.load_client import measured
@@ -76,8 +76,8 @@ def test_every_request_is_joined(dialect: str, workers: int, capsys: pytest.Capt
     with routed(dialect, f"--workers={workers}") as (router, log):
         records = asyncio.run(run(router.url))
     assert all(record.is_good for record in records), [record.message for record in records if not record.is_good]
-    assert join_rate(records) >= 0.999
     found = [phases for phases in map(phases_of, records) if phases is not None]
+    assert len(found) >= 0.999 * len(records)
     for record, phases in zip(records, found, strict=True):
         assert abs(phases.total_s - record.e2e_s) < 1e-6
         assert phases.prefill_worker != phases.decode_worker
@@ -95,4 +95,4 @@ def test_every_request_is_joined(dialect: str, workers: int, capsys: pytest.Capt
     for record in records:
         record.account = None
     assert join_log(records, log) == REQUESTS
-    assert join_rate(records) == 1.0
+    assert None not in map(phases_of, records)

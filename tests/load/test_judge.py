@@ -16,6 +16,7 @@ from kvxfer.load.intervals import Percentiles, percentile, wilson
 from kvxfer.load.judge import QUANTITIES, RunSummary, summarize, tokens_within
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.record import MeasuredRequest
+from tests.support.load_made_up import account
 from tests.support.load_records import answered, failed, run_of
 
 LIMITS = LatencyLimits.parse("ttft:200 tpot:50")
@@ -53,6 +54,16 @@ def test_an_empty_run_is_a_summary_too() -> None:
     assert (summary.attainment.low, summary.attainment.high) == (0.0, 1.0)
     assert summary.of_all["ttft"] == Percentiles(0)
     json.dumps(summary.to_json(), allow_nan=False)
+
+
+def test_phases_are_of_the_answers_that_an_account_explains() -> None:
+    told = answered(0, 0.0, ttft_s=0.1)
+    told.account = account("p", "d", began=0.02, prefill=0.05, transfer=0.01, first=told.ttft_s, last=told.e2e_s)
+    summary = summarize(run_of([told, answered(1, 1.0), failed(2, 2.0)]), LIMITS, 0.9)
+    assert (summary.joined.good, summary.joined.total) == (1, 2)
+    assert sum(one.mean or 0.0 for one in summary.phases.values()) == pytest.approx(told.e2e_s)
+    assert summary.phases["queue"].p99 == pytest.approx(0.0196)
+    assert not summarize(run_of([answered(1, 1.0)]), LIMITS, 0.9).phases
 
 
 def test_percentiles_are_of_the_successful_and_of_all() -> None:

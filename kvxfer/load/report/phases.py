@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvxfer.load.intervals import Percentiles
 from kvxfer.load.join import PHASES, RequestPhases, phases_of
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.report.columns import RunColumns
@@ -34,9 +35,8 @@ Joined = tuple[MeasuredRequest, RequestPhases]
 def shares(columns: RunColumns) -> ReportFigure:
     key, title = "phases", "Where the time went"
     every = max(1, columns.count // SAMPLE_MAX)
-    found = [
-        (one, phases) for one in columns.records[::every] if one.is_good and (phases := phases_of(one)) is not None
-    ]
+    whole = [one for one in columns.records[::every] if one.is_good]
+    found = [(one, phases) for one in whole if (phases := phases_of(one)) is not None]
     if not found:
         return left_out(key, title, "no answer carried a router's or an engine's account of its phases")
     figure = ReportFigure(
@@ -68,6 +68,11 @@ def shares(columns: RunColumns) -> ReportFigure:
                 }
             )
     left, right = panels(2, 0.04)
+    unexplained = Percentiles.of(phases.unexplained_s for _, phases in found)
+    figure.notes.append(
+        f"Phases are known of {len(found):,} of {len(whole):,} whole answers. Unexplained: "
+        f"{(unexplained.mean or 0.0) * 1e3:.2f} ms on average, p99 {(unexplained.p99 or 0.0) * 1e3:.2f} ms."
+    )
     if every > 1:
         figure.notes.append(f"Means of one request in {every}.")
     figure.layout = {
