@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import shlex
 import signal
@@ -19,23 +18,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.cli.processes import is_running, wait_gone
+
 pytestmark = pytest.mark.nightly
 
 COMMAND = [sys.executable, "-P", "-m", "kvxfer.cli"]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(pids: list[int], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"still there: {left}"
-        time.sleep(0.05)
 
 
 @dataclasses.dataclass

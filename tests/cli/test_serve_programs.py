@@ -10,28 +10,15 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.cli.processes import is_running, wait_gone
+
 COMMAND = [sys.executable, "-P", "-m", "kvxfer.cli", "serve"]
 PACE = "--ttft-ms 0 --itl-ms 0"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(pids: list[int], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"still there: {left}"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer.errors import DeadlineExceededError, KvxferError
 from tests.support import started
+from tests.support.cli.processes import is_running
 
 
 async def never() -> None:
@@ -62,13 +63,6 @@ async def test_children_of_a_started_process_end_with_it(tmp_path: pathlib.Path)
     while is_running(pid):
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_one_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:

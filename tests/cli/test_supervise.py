@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -17,16 +15,9 @@ from kvxfer.cli import stack, supervise
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
 from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
 from tests.support.cli import fake_service
+from tests.support.cli.processes import is_running
 
 FAKE = (sys.executable, fake_service.__file__)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
 
 
 async def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
