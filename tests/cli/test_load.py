@@ -96,6 +96,14 @@ def test_the_same_seed_sends_the_same_requests(
     assert due[0] != due[2]
 
 
+def test_a_generator_that_cannot_keep_up_fails_the_run(service: StartedService, tmp_path: pathlib.Path) -> None:
+    words = ["run", f"--url={service.url}", "--rate=100000", "--requests=1500", "--output-tokens=1", "--processes=1"]
+    done = load(*words, "--out=out", "--no-report", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "The generator was late" in done.stdout
+    assert "generator_late" in {one["name"] for one in document(tmp_path / "out")["verdicts"] if one["is_failure"]}
+
+
 def interrupted(words: Sequence[str], cwd: pathlib.Path, *, at: str, times: int = 1) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command that gets Ctrl-C once stderr has ``at``, and again once it says so."""
     process = subprocess.Popen(
