@@ -15,6 +15,8 @@ from kvxfer.errors import InvalidArgumentError
 
 NOT_SENT = "not_sent"
 """Error of a request that was due and never sent: the run was stopped, or its session had broken."""
+NO_BODY = "no_body"
+"""Error of a request whose body could not be made."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 """Error of a request that was beyond the connections that the driver may open."""
 

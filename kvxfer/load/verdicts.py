@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.load.intervals import percentile
 from kvxfer.load.judge import RunSummary
-from kvxfer.load.record import NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
+from kvxfer.load.record import NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity
 

@@ -20,13 +20,13 @@ from collections.abc import Callable
 
 from kvxfer.errors import KvxferError
 from kvxfer.load.drive import control
-from kvxfer.load.drive.answer import NO_BODY, NOT_FINISHED, TIMEOUT, UNREACHABLE
+from kvxfer.load.drive.answer import NOT_FINISHED, TIMEOUT, UNREACHABLE
 from kvxfer.load.drive.control import ControlLine, ProcessUse
 from kvxfer.load.drive.endpoint import LoadEndpoint
 from kvxfer.load.drive.schedule import BodyStore, Schedule, SharePlan
 from kvxfer.load.drive.timer import WakeTimer
 from kvxfer.load.drive.wires import RECEIVE_BYTES, SentRequest, Wire, WireState
-from kvxfer.load.record import NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
+from kvxfer.load.record import NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.workload.request import WorkloadRequest
 
 EVENTS_MAX = 4
