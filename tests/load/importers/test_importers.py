@@ -101,7 +101,9 @@ def test_accounts_are_found_by_request_id(tmp_path: pathlib.Path) -> None:
     lines = [line for line in lines if "error" not in line]
     packets = [{"name": "comment", "value": 'kvxfer-account {"queue_s": 0.5}'}]
     lines[0]["responses"].insert(0, {"perf_ns": 1, "packets": packets})
-    lines[1]["responses"].append({"perf_ns": 1, "packets": [{"name": "data", "value": '{"kvxfer": {"attempt": 1}}'}]})
+    lines[1]["responses"].insert(
+        1, {"perf_ns": 1, "packets": [{"name": "data", "value": '{"kvxfer": {"attempt": 1}}'}]}
+    )
     path = tmp_path / "raw.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     names = [line["metadata"]["x_request_id"] for line in lines]
