@@ -150,6 +150,7 @@ def _import(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
     )
     conclude.limits_of(goal)
     runs = read_results(args.file, options.tool)
+    conclude.check_told(runs, goal)
     if options.router_log:
         joined = join_router_log(runs, pathlib.Path(options.router_log))
         requests = sum(len(run.records) for run in runs)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.load.artefacts import REQUESTS_FILE, DiskFullError, RunDirectory, StoredLoadTest
-from kvxfer.load.judge import NO_LIMITS, RunSummary, summarize
+from kvxfer.load.judge import NO_LIMITS, RunSummary, summarize, untold
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.options import GoalOptions, OutOptions
 from kvxfer.load.report.write import write_report
@@ -58,6 +58,15 @@ class LoadResult:
 def limits_of(goal: GoalOptions) -> LatencyLimits:
     """Raises ConfigError for limits that are none; an empty text has none."""
     return LatencyLimits.parse(goal.goodput) if goal.goodput else NO_LIMITS
+
+
+def check_told(runs: Iterable[LoadRun], goal: GoalOptions) -> None:
+    """Raises ConfigError for a limit of what the tool that sent does not tell: each answer would meet it."""
+    limits = limits_of(goal)
+    for run in runs:
+        for name in untold(run):
+            if getattr(limits, f"{name}_s") is not None:
+                raise ConfigError(f"{run.driver} tells no {name} of its answers: a limit of it cannot be judged")
 
 
 def judge(run: LoadRun, goal: GoalOptions) -> JudgedRun:

@@ -129,6 +129,7 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
     devices = _devices(run)
     tokens_per_s = per_s * math.fsum(tokens_within(record, begin, end) for record in run.records if record.is_good)
     of_successful = {name: Percentiles.of(_values(whole, of)) for name, of in QUANTITIES.items()}
+    missing = untold(run)
     phases = [known for record in whole if (known := phases_of(record)) is not None]
     median_tpot = of_successful["tpot"].p50
     return RunSummary(
@@ -153,10 +154,19 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
         tokens_per_s_per_user=1 / median_tpot if median_tpot else None,
         tokens_from=_counts(record.tokens_from or "unknown" for record in whole),
         of_successful=of_successful,
-        of_all={name: Percentiles.of(_values_of_all(counted, name)) for name in QUANTITIES},
+        of_all={name: Percentiles.of([] if name in missing else _values_of_all(counted, name)) for name in QUANTITIES},
         joined=counted_share(len(phases), len(whole)),
         phases={name: Percentiles.of(getattr(one, f"{name}_s") for one in phases) for name in PHASES if phases},
     )
+
+
+def untold(run: LoadRun) -> tuple[str, ...]:
+    """Quantities, by QUANTITIES, that the tool which sent the requests told of no answer, though some had later tokens:
+    nothing can be said of them, also where a request failed."""
+    missing = run.settings.get("not_told") or ()
+    if not any(record.is_good and (record.output_tokens is None or record.output_tokens > 1) for record in run.counted):
+        return ()
+    return tuple(name for name, field in (("tpot", "output_tokens"), ("gap", "longest_gap_s")) if field in missing)
 
 
 def error_of(record: MeasuredRequest) -> str:

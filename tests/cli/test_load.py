@@ -16,6 +16,7 @@ from kvxfer.cli import main
 from kvxfer.load.served import StartedService, serve_command, served
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+GUIDELLM = str(ROOT / "tests/load/importers/data/guidellm.json")
 COMMAND = [sys.executable, "-P", "-m", "kvxfer.cli", "load"]
 SHORT = ["--rate=200", "--requests=40", "--prompt-tokens=32", "--output-tokens=4"]
 VERDICTS_OF_A_BUSY_MACHINE = {"generator_late", "undelivered"}
@@ -159,6 +160,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: pathlib.Path) -> None:
         (["sweep"], 2, "a sweep needs either splits or workers"),
         (["sweep", "--splits=1:1", "--url=http://127.0.0.1:1"], 2, "a sweep starts the services that it tests"),
         (["import", "/nowhere"], 2, "/nowhere"),
+        (["import", GUIDELLM, "--goodput=gap:1"], 2, "guidellm tells no gap of its answers: a limit of it cannot be"),
         (["report", "/nowhere"], 2, "/nowhere is no load test's directory"),
     ],
 )

@@ -90,6 +90,17 @@ def test_an_answer_without_content_is_infinite_among_all_and_left_out_of_the_suc
     assert summary.of_all["ttft"].max == math.inf
 
 
+def test_what_a_tool_does_not_tell_is_unknown_and_not_failed() -> None:
+    """One failed request made the gap of all answers infinite."""
+    untold_gap = {"not_told": ["longest_gap_s"]}
+    records = [answered(0, 0.0, longest_gap_s=None), failed(1, 1.0)]
+    summary = summarize(run_of(records, settings=untold_gap), None, 0.9)
+    assert summary.of_all["gap"] == Percentiles(0)
+    assert summary.of_all["ttft"].max == math.inf
+    assert summarize(run_of(records), None, 0.9).of_all["gap"].p50 == math.inf
+    assert summarize(run_of(records[1:], settings=untold_gap), None, 0.9).of_all["gap"].p50 == math.inf
+
+
 def test_lateness_of_a_failed_request_is_what_it_was() -> None:
     summary = summarize(run_of([failed(0, 0.0, sent_s=0.003), failed(1, 1.0, sent_s=None)]), None, 0.9)
     assert summary.of_all["lateness"].p50 == math.inf
