@@ -6,12 +6,13 @@ Decides how a probe is made of a plan, and what is kept of it. Where the next pr
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import AuthenticationError, ConfigError, PeerGoneError, ProtocolError
 from kvxfer.load.conclude import JudgedRun, judge, limits_of
-from kvxfer.load.drive.start import StopFlag
+from kvxfer.load.drive.start import UNREACHED, StopFlag
 from kvxfer.load.execute import LoadPlan, OnProgress, OnRecord, execute
 from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
@@ -77,20 +78,26 @@ def seek(
 ) -> SoughtRate:
     """Search the highest rate within ``goal``. ``name`` begins the names of the probes, ``point`` is where they are in
     a sweep. ``on_probe`` is called before each, ``on_judged`` after it. Raises what :func:`check` and
-    :func:`kvxfer.load.execute.execute` raise."""
+    :func:`kvxfer.load.execute.execute` raise; a server that is gone once a probe was made ends the search instead, so
+    that what was measured is kept."""
     check(goal, plan)
     judged: list[JudgedRun] = []
 
     def run_at(probe: SearchProbe) -> LoadRun:
         on_probe(probe)
-        made = execute(
-            plan.at_rate(probe.rate, probe.requests, warmup=probe.warmup, seed=probe.seed, salt=probe.salt),
-            name=f"{name} probe {probe.number}".strip(),
-            point={**(point or {}), "rate": probe.rate},
-            on_record=on_record,
-            on_progress=on_progress,
-            stop=stop,
-        )
+        there = plan.at_rate(probe.rate, probe.requests, warmup=probe.warmup, seed=probe.seed, salt=probe.salt)
+        names: dict[str, Any] = {
+            "name": f"{name} probe {probe.number}".strip(),
+            "point": {**(point or {}), "rate": probe.rate},
+        }
+        try:
+            made = execute(there, **names, on_record=on_record, on_progress=on_progress, stop=stop)
+        except (PeerGoneError, ProtocolError, AuthenticationError):
+            if not judged:
+                raise
+            driver = plan.drive.driver.value
+            made = LoadRun(**names, driver=driver, began_unix_s=time.time(), window_s=(0.0, 0.0), ended=UNREACHED)
+            made.settings = there.settings
         judged.append(judge(made, goal))
         on_judged(judged[-1])
         return made
