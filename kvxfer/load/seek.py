@@ -14,6 +14,7 @@ from kvxfer.errors import AuthenticationError, ConfigError, PeerGoneError, Proto
 from kvxfer.load.conclude import JudgedRun, judge, limits_of
 from kvxfer.load.drive.start import UNREACHED, StopFlag
 from kvxfer.load.execute import LoadPlan, OnProgress, OnRecord, execute
+from kvxfer.load.offered import workload_from
 from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
@@ -81,6 +82,8 @@ def seek(
     :func:`kvxfer.load.execute.execute` raise; a server that is gone once a probe was made ends the search instead, so
     that what was measured is kept."""
     check(goal, plan)
+    if plan.workload.trace:  # one that is too short is said now, not by the first probe that needs more of it
+        workload_from(dataclasses.replace(plan.workload, requests=options.probe_requests))
     judged: list[JudgedRun] = []
 
     def run_at(probe: SearchProbe) -> LoadRun:
