@@ -64,6 +64,8 @@ def run_table(summary: RunSummary) -> str:
         ["rate", f"{summary.offered_per_s:.2f}/s due, {summary.answered_per_s:.2f}/s answered"],
         ["answers", f"{summary.output_tokens_per_s:.0f} tokens/s"],
     ]
+    if not summary.due:
+        return table(counts)
     rows = [["", "p50", "p90", "p99"]]
     rows += [[title, *of_times(summary.of_all[name])] for title, name in TIMES if summary.of_all[name].count]
     interval = summary.attainment
@@ -72,7 +74,7 @@ def run_table(summary: RunSummary) -> str:
         [
             "attainment",
             f"{share(interval.share)} ({share(interval.low)} to {share(interval.high)} with 95 %) {limits}; "
-            f"asked for: {summary.attainment_target:.0%}",
+            f"asked for: {summary.attainment_target * 100:g}%",
         ],
         ["goodput", f"{summary.goodput_per_s:.2f} requests/s{_each(summary)}"],
     ]

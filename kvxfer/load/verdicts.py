@@ -169,6 +169,8 @@ def _few(summary: RunSummary) -> RunVerdict | None:
     needed = requests_for(target)
     if summary.due >= needed:
         return None
+    if not summary.due:
+        return RunVerdict("too_few_requests", "No request was due in the window: there is nothing to judge.", False)
     bounds = f"{summary.attainment.low:.1%} to {summary.attainment.high:.1%}"
     return RunVerdict(
         "too_few_requests",

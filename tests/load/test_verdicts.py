@@ -98,6 +98,10 @@ def test_too_few_requests_are_told() -> None:
     assert {*verdicts(run_of(even(100)), 0.99)} == {"too_few_requests"}
 
 
+def test_of_no_request_nothing_is_judged() -> None:
+    assert verdicts(run_of([]))["too_few_requests"].sentence.startswith("No request was due")
+
+
 def test_a_run_above_capacity_is_told() -> None:
     assert "backlog_grows" in verdicts(queue_run(30.0, 20.0, 900, warmup=90, seed=1))
 
