@@ -34,11 +34,10 @@ def run_process(
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
         sender = Sender(plan, body, endpoint, line)
-        is_begun = sender.prepare()
-        gc.collect()
+        gc.collect()  # now: of many planned requests it takes longer than there is between ready and the beginning
         gc.freeze()
         gc.disable()
-        if is_begun:
+        if sender.prepare():
             sender.run(priority.wake_soon())
     except Exception as error:  # the command says it; a traceback of this process says nothing to its user
         line.say(control.FAILED, f"{type(error).__name__}: {error}".replace("\n", " ").encode())

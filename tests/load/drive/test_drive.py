@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
 import pathlib
 import ssl
 import threading
@@ -14,7 +16,7 @@ from kvxfer.errors import AuthenticationError, ConfigError, InvalidArgumentError
 from kvxfer.load.drive.endpoint import first_model
 from kvxfer.load.drive.start import DriveProgress
 from kvxfer.load.options import TargetOptions
-from kvxfer.workload.request import DispatchMode
+from kvxfer.workload.request import DispatchMode, WorkloadRequest
 from tests.support.certificates import Authority
 from tests.support.load_server import (
     CLOSE,
@@ -265,6 +267,20 @@ def test_bodies_are_made_before_the_run() -> None:
         result, records = driven(server.url, workload_of([0.0] * 5), NumberBody(make_s=0.1))
     assert result.processes[0].bodies_late == 0
     assert max(record.lateness_s or 0.0 for record in records) < 0.4  # one after the other they take 0.5 s
+
+
+class CollectingBody(NumberBody):
+    """Says also whether the collector of cycles was on when it was made."""
+
+    def __call__(self, request: WorkloadRequest) -> bytes:
+        return json.dumps({"number": request.number, "collects": gc.isenabled()}).encode()
+
+
+def test_nothing_is_collected_between_ready_and_the_first_request() -> None:
+    """Of 300,000 planned requests it took 0.08 s, and the first requests were so much late."""
+    with scripted() as server:
+        driven(server.url, workload_of([0.0, 0.0]), CollectingBody())
+    assert [asked.body["collects"] for asked in server.asked] == [False, False]
 
 
 def test_tls(tmp_path: pathlib.Path) -> None:
