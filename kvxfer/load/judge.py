@@ -22,6 +22,8 @@ from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
 NO_LIMITS = LatencyLimits()
+ERRORS_MAX, OTHER_ERRORS = 50, "other_errors"
+"""A server whose errors have a name for each request would else be a table of as many columns."""
 
 QUANTITIES: Mapping[str, Callable[[MeasuredRequest], float | None]] = {
     "ttft": lambda record: record.ttft_s,
@@ -56,7 +58,7 @@ class RunSummary:
     good: int
     """Answered whole and within all limits; without limits: answered whole."""
     failed: Mapping[str, int]
-    """Requests that were not answered whole, by error name."""
+    """Requests that were not answered whole, by error name, at most ERRORS_MAX of them."""
     missed: Mapping[str, int]
     """Whole answers that were too slow, by limit; one can miss several."""
     offered_per_s: float
@@ -139,7 +141,7 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
         sent=sent,
         answered=len(whole),
         good=good,
-        failed=_counts(error_of(record) for record in counted if not record.is_good),
+        failed=_bounded(_counts(error_of(record) for record in counted if not record.is_good)),
         missed=_counts(name for record in whole for name in limits.missed(record)),
         offered_per_s=len(counted) * per_s,
         delivered_per_s=sent * per_s,
@@ -202,6 +204,15 @@ def _devices(run: LoadRun) -> float | None:
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
+
+
+def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent ERRORS_MAX names; the rest together are OTHER_ERRORS."""
+    if len(counts) <= ERRORS_MAX:
+        return dict(counts)
+    kept = dict(sorted(counts.items(), key=lambda one: (-one[1], one[0]))[: ERRORS_MAX - 1])
+    others = sum(number for name, number in counts.items() if name not in kept)
+    return dict(sorted({**kept, OTHER_ERRORS: kept.get(OTHER_ERRORS, 0) + others}.items()))
 
 
 def _values(records: Iterable[MeasuredRequest], of: Callable[[MeasuredRequest], float | None]) -> list[float]:

@@ -25,6 +25,8 @@ DELIVERY_BLOCK_S = 10.0
 DELIVERY_SHARE = 0.005
 DELIVERY_SLACK_S = 0.1
 """A request that is sent later than this after it was due was not delivered at its time."""
+ERRORS_TOLD = 8
+"""Names in a sentence; a server may have one for each request."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -184,7 +186,11 @@ def _failures(summary: RunSummary) -> RunVerdict | None:
     count = sum(summary.failed.values())
     if not count:
         return None
-    names = ", ".join(f"{name} {number}" for name, number in sorted(summary.failed.items(), key=lambda one: -one[1]))
+    counted = sorted(summary.failed.items(), key=lambda one: -one[1])
+    named = [f"{name} {number}" for name, number in counted[:ERRORS_TOLD]]
+    if len(counted) > ERRORS_TOLD:
+        named.append(f"{len(counted) - ERRORS_TOLD} other errors {sum(number for _, number in counted[ERRORS_TOLD:])}")
+    names = ", ".join(named)
     return RunVerdict(
         "failures",
         f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.",

@@ -118,3 +118,13 @@ def test_a_server_cannot_say_that_the_generator_failed(error: str) -> None:
     assert "undelivered" not in verdicts(run_of(told))
     ours = [failed(n, n / 100, error, sent_s=None) if n < 100 else one for n, one in enumerate(even())]
     assert verdicts(run_of(ours))["undelivered"].is_failure
+
+
+def test_a_name_of_its_own_for_each_error_is_no_column_of_its_own() -> None:
+    records = [failed(n, n / 100, f"request_{n}") if n < 400 else one for n, one in enumerate(even())]
+    run = run_of([*records, *(failed(n, 5.0, "busy") for n in range(1000, 1100))])
+    summary = summarize(run, LIMITS, 0.9)
+    assert len(summary.failed) == 50
+    assert sum(summary.failed.values()) == 500
+    assert (summary.failed["busy"], summary.failed["other_errors"]) == (100, 352)
+    assert len(verdicts(run)["failures"].sentence) < 400
