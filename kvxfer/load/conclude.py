@@ -17,7 +17,6 @@ from kvxfer.load.artefacts import REQUESTS_FILE, DiskFullError, RunDirectory, St
 from kvxfer.load.judge import NO_LIMITS, RunSummary, summarize, untold
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.options import GoalOptions, OutOptions
-from kvxfer.load.report.write import write_report
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import stationarity
 from kvxfer.load.verdicts import RunVerdict, has_failed, judge_run
@@ -137,6 +136,8 @@ def conclude(
             kind, [one.run for one in judged], [one.summary for one in judged], verdicts, extra or {}
         )
         if out.report:
+            from kvxfer.load.report.write import write_report  # it needs plotly, and the rest does not
+
             result.report = write_report(directory.path, result.stored)
     except DiskFullError as error:
         result.notes.append(f"{str(error)[:1].upper()}{str(error)[1:]}.")
