@@ -198,6 +198,12 @@ class AnswerReader:
         if not self.error and not self.is_done:
             self.error, self.message, self.failed_s = error, message[:MESSAGE_MAX], now_s
 
+    def came_before_its_request(self, now_s: float) -> None:
+        """It was whole before the request had been sent: unless it is a refusal, it is the answer to something else."""
+        if not self.error:
+            self.is_done = False
+            self.fail(BAD_ANSWER, "the answer came before the request was sent", now_s)
+
     def fill(self, record: MeasuredRequest, end_s: float) -> None:
         """What was read, into the record."""
         record.status, record.error, record.message = self.status, self.error, self.message

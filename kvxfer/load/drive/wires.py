@@ -296,6 +296,8 @@ class Wire:
         """The answer is whole, as far as HTTP goes."""
         request, self.request = self.request, None
         assert request is not None
+        if self._out is not None:
+            request.reader.came_before_its_request(self._now_s)
         is_kept = self._is_kept and not self._is_junk and self._out is None
         self._parser = None
         if is_kept:

@@ -269,6 +269,16 @@ def test_bodies_are_made_before_the_run() -> None:
     assert max(record.lateness_s or 0.0 for record in records) < 0.4  # one after the other they take 0.5 s
 
 
+def test_a_whole_answer_before_the_body_was_sent_is_none() -> None:
+    with scripted() as server:
+        served = threading.Event()
+        early = stream(token(), usage(1))
+        server._answer = lambda one, _: (one.recv(100), one.sendall(early), served.wait(20))  # type: ignore[method-assign]
+        _, records = driven(server.url, workload_of([0.0]), NumberBody(pad=40 << 20))
+        served.set()
+    assert (records[0].error, records[0].status, records[0].sent_s) == ("bad_answer", 200, None)
+
+
 class CollectingBody(NumberBody):
     """Says also whether the collector of cycles was on when it was made."""
 
