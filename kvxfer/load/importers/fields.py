@@ -107,6 +107,14 @@ class Members:
                 raise self.error(place, f"must be an object, not {_kind(value)}")
             yield Members(self.file, value, self.line, ".".join(part for part in (self.path, place) if part))
 
+    def lengths(self, name: str, length: int | None = None) -> list[float]:
+        """As :meth:`numbers`, of 0 or more: durations and counts."""
+        found = self.numbers(name, length)
+        for place, value in enumerate(found):
+            if value < 0:
+                raise self.error(f"{name}[{place}]", f"must be 0 or more, not {value:g}")
+        return found
+
     def numbers(self, name: str, length: int | None = None) -> list[float]:
         """A list of numbers; ``length``: it must have as many. Raises ConfigError where it is missing."""
         found = self.list_or_none(name)

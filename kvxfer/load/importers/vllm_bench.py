@@ -34,10 +34,10 @@ def read_vllm_bench(path: pathlib.Path, values: dict[str, Any]) -> list[LoadRun]
     count = len(starts)
     if not count:
         raise result.error("start_times", "is empty")
-    firsts = result.numbers("ttfts", count)
-    prompts = result.numbers("input_lens", count)
-    outputs = result.numbers("output_lens", count)
-    latencies = result.numbers("latencies", count) if "latencies" in values else None
+    firsts = result.lengths("ttfts", count)
+    prompts = result.lengths("input_lens", count)
+    outputs = result.lengths("output_lens", count)
+    latencies = result.lengths("latencies", count) if "latencies" in values else None
     queued = result.numbers("queue_times", count) if "queue_times" in values else None
     errors = result.list_or_none("errors") or [""] * count
     gaps = result.list_or_none("itls")
@@ -46,7 +46,7 @@ def read_vllm_bench(path: pathlib.Path, values: dict[str, Any]) -> list[LoadRun]
             raise result.error(name, f"must have {count} values, one for each request")
     records = []
     for number in range(count):
-        between = Members(str(path), {"itls": (gaps or [])[number]}, path=f"request {number}").numbers("itls")
+        between = Members(str(path), {"itls": (gaps or [])[number]}, path=f"request {number}").lengths("itls")
         start = starts[number]
         record = MeasuredRequest(
             run=NAME,

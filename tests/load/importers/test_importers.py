@@ -303,3 +303,14 @@ def test_any_wrong_member_is_read_or_refused_in_words(file: pathlib.Path, tmp_pa
             pass
 
     check()
+
+
+@pytest.mark.parametrize("name", ["ttfts", "output_lens", "input_lens", "itls"])
+def test_a_length_below_0_is_no_length(name: str, tmp_path: pathlib.Path) -> None:
+    """An answer of -5 tokens would have no TPOT, and meet any limit."""
+    values = json.loads(FILES[ImportFormat.VLLM_BENCH].read_text())
+    values[name][0] = [-5.0] if name == "itls" else -5
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="must be 0 or more"):
+        read_results(path)
