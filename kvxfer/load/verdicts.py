@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.load.intervals import percentile
-from kvxfer.load.judge import RunSummary
+from kvxfer.load.judge import RunSummary, error_of
 from kvxfer.load.record import NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity
@@ -54,7 +54,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _backlog(steadiness),
         _worsening(steadiness),
         _few(summary),
-        _failures(summary),
+        _failures(run, summary),
         _missed(summary),
     ]
     return sorted((verdict for verdict in found if verdict is not None), key=lambda verdict: not verdict.is_failure)
@@ -182,7 +182,7 @@ def _few(summary: RunSummary) -> RunVerdict | None:
     )
 
 
-def _failures(summary: RunSummary) -> RunVerdict | None:
+def _failures(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
     count = sum(summary.failed.values())
     if not count:
         return None
@@ -191,9 +191,13 @@ def _failures(summary: RunSummary) -> RunVerdict | None:
     if len(counted) > ERRORS_TOLD:
         named.append(f"{len(counted) - ERRORS_TOLD} other errors {sum(number for _, number in counted[ERRORS_TOLD:])}")
     names = ", ".join(named)
+    failed = (record for record in run.counted if not record.is_good)
+    commonest = max(summary.failed, key=lambda name: summary.failed[name])
+    said = next((record.message for record in failed if error_of(record) == commonest and record.message), "")
+    words = f" The first {commonest} says: {said!r:.200}." if said else ""
     return RunVerdict(
         "failures",
-        f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.",
+        f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.{words}",
         False,
     )
 

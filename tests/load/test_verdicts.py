@@ -81,6 +81,18 @@ def test_failures_of_the_server_are_a_result() -> None:
     assert "50 of 1000 requests failed (status_503 50)" in found["failures"].sentence
 
 
+def test_the_commonest_failure_is_told_in_the_servers_words() -> None:
+    records = [
+        failed(0, 0.0, "timeout", message="slow"),
+        *(failed(n, n / 100, message="no model \x1b[31m'x'") for n in (1, 2)),
+        answered(3, 0.03),
+    ]
+    said = verdicts(run_of(records))["failures"].sentence
+    assert "The first status_503 says: " in said
+    assert "no model" in said
+    assert "\x1b" not in said, "a server's words may not steer a terminal"
+
+
 def test_attainment_that_is_missed_is_told() -> None:
     found = verdicts(run_of([answered(n, n / 100, ttft_s=0.3 if n % 5 == 0 else 0.1) for n in range(1000)]))
     assert {*found} == {"attainment_missed"}
