@@ -24,9 +24,10 @@ SLACK_NS = 1_000
 def run_process(
     plan: SharePlan, body: Callable[[WorkloadRequest], bytes], endpoint: LoadEndpoint, sock: socket.socket
 ) -> None:
-    """What a sending process runs. Ctrl-C is the command's to hear; this process is told over ``sock``, and ends when
-    the other end is gone."""
+    """What a sending process runs. Ctrl-C and SIGTERM, which a shell sends to all processes of a command, are the
+    command's to hear; this process is told over ``sock``, and ends when the other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     line = ControlLine(sock)
     try:

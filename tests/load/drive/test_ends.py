@@ -67,11 +67,13 @@ class DriverProcess:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_ctrl_c(processes: str) -> None:
-    """The terminal sends it to all processes of the command."""
+    """The terminal sends it to all processes of the command, as other programs send SIGTERM."""
     never = threading.Event()
     with scripted(hanging(2, never)) as server:
         child = DriverProcess(server, "40", "0.1", processes)
         server.wait(4)
+        for sender in child.senders:
+            os.kill(sender, signal.SIGTERM)
         os.killpg(child.process.pid, signal.SIGINT)
         result, records = child.end()
         never.set()
