@@ -16,7 +16,8 @@ from kvxfer.load.options import ApiKind, ArrivalKind, TargetOptions, WorkloadOpt
 from kvxfer.workload.request import DispatchMode
 
 folder = sys.argv[1]
-cases = {kind.value: {"arrival": kind, "end_rate": 9.0} for kind in ArrivalKind if kind is not ArrivalKind.TRACE}
+cases = {kind.value: {"arrival": kind} for kind in ArrivalKind if kind is not ArrivalKind.TRACE}
+cases["ramp"]["end_rate"] = 9.0
 cases["sessions"] = {"turns": 3, "shared_prefix_tokens": 77, "length_spread": 0.4}
 cases["stamped"] = {"turns": 3, "session_mode": DispatchMode.TIMESTAMP}
 cases["trace"] = {"trace": folder + "/mooncake_conversation_200.jsonl", "salt": "b"}
