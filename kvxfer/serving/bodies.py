@@ -87,7 +87,7 @@ class Bodies:
                 async for chunk in chunks:
                     self._take(body, chunk, loop.time())
         except TimeoutError:
-            raise (body.refusal or self._late(body, loop.time())) from None
+            raise (body.refusal or self._late(body)) from None
         finally:
             self._let_go(body)
         if body.refusal is not None:
@@ -138,9 +138,10 @@ class Bodies:
             if body.refusal is not None:
                 body.parts.clear()
 
-    def _late(self, body: _ReceivedBody, now_s: float) -> RequestError:
+    def _late(self, body: _ReceivedBody) -> RequestError:
+        """Names the limit that the clock was set to. The time cannot tell which: a timer may fire a tick early."""
         limits = self._limits
-        if now_s >= body.end_s:
+        if body.clock.when() == body.end_s:
             return RequestError(f"the body did not arrive within body_timeout_s {limits.body_timeout_s:g}", status=408)
         return RequestError(
             f"the body came slower than {BODY_STEP_BYTES} bytes in body_stall_s {limits.body_stall_s:g}", status=408

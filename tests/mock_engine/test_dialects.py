@@ -125,8 +125,11 @@ def leg_of(part: Part, number: int, prefill: Engine, decode: Engine) -> dict[str
 
 
 def test_kvxfer_legs_say_how_long_each_part_took() -> None:
-    """One prefill at a time, of 30 ms: the last of three waited for two others."""
-    steps = ("--pace=steps", "--step-ms=30", "--prefill-token-us=0", "--max-num-seqs=1", "--no-prefix-caching")
+    """One prefill at a time, of 100 ms: the last of three waited for two others.
+
+    The three do not arrive at one instant, and what arrives later waits less: half a step is allowed for that.
+    """
+    steps = ("--pace=steps", "--step-ms=100", "--prefill-token-us=0", "--max-num-seqs=1", "--no-prefix-caching")
     with mocks("--count=2", "--roles=prefill,decode", *steps, "--transfer-ms=20", "--kind=kvxfer") as both:
         prefill, decode = both.engines
         answers = together(
@@ -139,14 +142,14 @@ def test_kvxfer_legs_say_how_long_each_part_took() -> None:
     assert [answer.status for answer in answers] == [200] * 4
     timings = sorted((answer.json()["timings"] for answer in answers[:3]), key=lambda told: float(told["queue_s"]))
     for number, told in enumerate(timings):
-        assert told["queue_s"] >= number * 0.029
-        assert told["prefill_s"] >= 0.029
+        assert told["queue_s"] >= (number - 0.5) * 0.1
+        assert told["prefill_s"] >= 0.099
     report = answers[3].json()["kvxfer"]
     seconds = report["seconds"]
-    assert seconds["queue"] >= 0.02
+    assert seconds["queue"] >= 0.05
     assert seconds["wire"] >= 0.019
-    assert report["ttft_s"] >= seconds["queue"] + seconds["wire"] + 0.029
-    assert report["total_s"] >= report["ttft_s"] + 7 * 0.029
+    assert report["ttft_s"] >= seconds["queue"] + seconds["wire"] + 0.099
+    assert report["total_s"] >= report["ttft_s"] + 7 * 0.099
     assert report["queue_s"] >= seconds["queue"] + seconds["wire"] - 1e-6  # each is rounded
 
 
