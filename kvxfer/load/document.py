@@ -29,15 +29,16 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 DEFINITIONS = {
     "due": "when a request was to be sent: the workload's time, or the end of the turn before and the think time",
+    "begun": "when its first bytes had been offered to the kernel, or a connection for it had been asked for",
     "sent": "when the last byte of its body was handed to the kernel",
     "first": "when the first chunk came that has text, reasoning text or a tool call; a role alone is none",
     "last": "when the last such chunk came",
     "ttft": "first - due: the wait of a client that sends on time; infinite where none came",
-    "ttft_since_sent": "first - sent: without the lateness of the generator",
+    "ttft_since_sent": "first - sent: without the lateness of the generator, and what it took to hand the body over",
     "e2e": "last - due; infinite where the request failed",
     "tpot": "(last - first) / (tokens - tokens of the first chunk); without any it is undefined, and within any limit",
     "gap": "the longest time between two chunks with content",
-    "lateness": "sent - due: the generator's own fault",
+    "lateness": "begun - due (sent - due, where begun is not told): the generator's own fault",
     "window": "requests that were due in it are counted, whenever they ended; warm-up is not",
     "attainment": "requests that met all limits / requests due in the window; a request that failed met none",
     "goodput": "requests that met all limits / seconds of the window",

@@ -100,16 +100,16 @@ def phases_of(record: MeasuredRequest) -> RequestPhases | None:
     account = _account(record.account)
     if account is None or not record.is_good or record.last_s is None or record.first_s is None:
         return None
-    due_s, sent_s = record.due_s, record.due_s if record.sent_s is None else record.sent_s
-    if not all(map(math.isfinite, (due_s, sent_s, record.first_s, record.last_s))) or record.last_s < due_s:
+    due_s, begun_s = record.due_s, record.due_s if record.acted_s is None else record.acted_s
+    if not all(map(math.isfinite, (due_s, begun_s, record.first_s, record.last_s))) or record.last_s < due_s:
         return None
     is_stream = record.last_s > record.first_s
     told = _by_router(account) if _is_of_router(account) else _by_engine(account, is_stream=is_stream)
     if told is None:
         return None
     whole_s = record.last_s - due_s
-    late_s = min(max(0.0, sent_s - due_s), whole_s)
-    first_s = min(max(0.0, record.first_s - sent_s), whole_s - late_s)
+    late_s = min(max(0.0, begun_s - due_s), whole_s)
+    first_s = min(max(0.0, record.first_s - begun_s), whole_s - late_s)
     after_first_s = whole_s - late_s - first_s
     left_s = first_s
     parts: list[float] = []

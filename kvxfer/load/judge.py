@@ -3,8 +3,8 @@
 Decides the definitions, once for all commands, reports and exports. It must never know how requests were sent, and it
 says nothing about whether the run can be believed: ``verdicts`` does.
 
-Times of a request (``record``): due, sent, first content, last content. All counts are of the requests *due* in the
-window, warm-up left out, so that a request that was never sent or never answered counts as one that was not good.
+Times of a request (``record``): due, begun, sent, first content, last content. All counts are of the requests *due* in
+the window, warm-up left out, so that a request that was never sent or never answered counts as one that was not good.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUANTITIES: Mapping[str, Callable[[MeasuredRequest], float | None]] = {
 ``tpot``            (last content - first content) / (tokens - tokens of the first chunk); none where that divides by 0
 ``e2e``             from due to the last chunk with content
 ``gap``             the longest between two chunks with content; none with fewer than two
-``lateness``        from due to sent: the generator's own
+``lateness``        from due to begun (to sent, where begun is not told): the generator's own
 """
 
 

@@ -40,6 +40,9 @@ class MeasuredRequest:
     """Sent to warm the service up; it counts for nothing."""
     session: int | None = None
     turn: int = 0
+    begun_s: float | None = None
+    """When its first bytes had been offered to the kernel, or a connection for it had been asked for: the generator had
+    done its part. None: it never was, or the tool that sent does not tell it."""
     sent_s: float | None = None
     """When the last byte of its body was handed to the kernel. None: it never was."""
     first_s: float | None = None
@@ -99,9 +102,16 @@ class MeasuredRequest:
         return (self.last_s - self.first_s) / later if later > 0 else None
 
     @property
+    def acted_s(self) -> float | None:
+        """When the generator acted on it: ``begun_s``, or ``sent_s`` where that is not told."""
+        return self.sent_s if self.begun_s is None else self.begun_s
+
+    @property
     def lateness_s(self) -> float | None:
-        """How long after it was due it was sent: the generator's own fault."""
-        return None if self.sent_s is None else self.sent_s - self.due_s
+        """How long after it was due it was begun to be sent: the generator's own fault. A server that is slow to accept
+        or to read delays ``sent_s``, and not this."""
+        acted_s = self.acted_s
+        return None if acted_s is None else acted_s - self.due_s
 
     def to_json(self) -> str:
         """One line without its end; members that say nothing are left out."""

@@ -49,7 +49,7 @@ class Stationarity:
     """What the blocks of a window say. All None where there were too few requests."""
 
     in_flight: tuple[float, ...]
-    """Mean number of requests sent and not ended, of each block."""
+    """Mean number of requests begun and not ended, of each block."""
     growth_per_s: float | None = None
     """Slope of the requests in flight."""
     growth_share: float | None = None
@@ -122,12 +122,12 @@ def stationarity(run: LoadRun, limits: LatencyLimits) -> Stationarity:
 
 
 def mean_in_flight(records: Sequence[MeasuredRequest], edges: Floats) -> Floats:
-    """How many requests were sent and not ended, on average between each two neighbouring ``edges``. One without an end
-    is in flight until the last.
+    """How many requests were begun and not ended, on average between each two neighbouring ``edges``. One without an
+    end is in flight until the last.
     """
-    sent = [record for record in records if record.sent_s is not None]
-    began = np.array([record.sent_s for record in sent], dtype=float)
-    ended = np.array([math.inf if record.end_s is None else record.end_s for record in sent], dtype=float)
+    begun = [record for record in records if record.acted_s is not None]
+    began = np.array([record.acted_s for record in begun], dtype=float)
+    ended = np.array([math.inf if record.end_s is None else record.end_s for record in begun], dtype=float)
     ended = np.maximum(ended, began)
     before = [float(np.sum(np.maximum(0.0, at - began) - np.maximum(0.0, at - ended))) for at in edges]
     return np.asarray(np.diff(before) / np.diff(edges), dtype=float)

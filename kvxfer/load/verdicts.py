@@ -93,8 +93,8 @@ def _late(run: LoadRun) -> RunVerdict | None:
         return None
     return RunVerdict(
         "generator_late",
-        f"The generator was late: 1 % of the requests were sent more than {measured * 1e3:.1f} ms after they were due, "
-        f"and at most {limit * 1e3:.1f} ms are allowed. The measured times contain the generator's own delay.",
+        f"The generator was late: 1 % of the requests were begun more than {measured * 1e3:.1f} ms after they were "
+        f"due, and at most {limit * 1e3:.1f} ms are allowed. The measured times contain the generator's own delay.",
         True,
     )
 

@@ -43,6 +43,14 @@ def test_a_late_generator_fails_the_run() -> None:
     assert "4.0 ms" in found["generator_late"].sentence
 
 
+def test_a_server_that_is_slow_to_read_does_not_make_the_generator_late() -> None:
+    """And its load was delivered: the requests were begun in time."""
+    slow = [answered(n, n / 100, ttft_s=0.19, begun_s=n / 100 + 0.001, sent_s=n / 100 + 0.18) for n in range(1000)]
+    assert verdicts(run_of(slow)) == {}
+    late = [answered(n, n / 100, ttft_s=1.1, begun_s=n / 100 + 0.5, sent_s=n / 100 + 1) for n in range(1000)]
+    assert {"generator_late", "undelivered"} <= {*verdicts(run_of(late))}
+
+
 def test_two_percent_of_the_first_tokens_time_is_allowed() -> None:
     slow, fast = even(ttft_s=0.19), even(ttft_s=0.1)
     for record in slow + fast:

@@ -182,6 +182,8 @@ class Sender:
                     return
         failure = self._dial(sent)
         if failure is not None:
+            if failure[0] == UNREACHABLE:
+                sent.note_begun(self._now())
             sent.reader.fail(*failure, self._now())
             self.wire_ended(sent, self._now())
 

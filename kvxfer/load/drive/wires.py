@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection of a sending process: dials, sends, receives, and hands what came to the answer's reader.
 
-Decides when the last byte was handed to the kernel, when bytes came, and whether a failed request may be tried again:
-once, where a connection that had stood idle failed at once and before any byte of the answer. It must never know a
-schedule.
+Decides when a request was begun, when its last byte was handed to the kernel, when bytes came, and whether a failed
+request may be tried again: once, where a connection that had stood idle failed at once and before any byte of the
+answer. It must never know a schedule.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class SentRequest:
         self.was_retried = False
         self.begun_s = begun_s
         self.wire: Wire | None = None
+
+    def note_begun(self, now_s: float) -> None:
+        """The driver has done its part. Only the first attempt counts: what delays a later one is the server's."""
+        if self.record.begun_s is None:
+            self.record.begun_s = now_s
 
 
 class WireOwner(Protocol):
@@ -137,6 +142,8 @@ class Wire:
         request.wire = self
         if self.state is WireState.IDLE:
             self._begin(request, stood_idle=True)
+        else:
+            request.note_begun(time.monotonic() - self._owner.began_s)
 
     def close(self) -> None:
         """Nothing is told of its request."""
@@ -234,16 +241,21 @@ class Wire:
                 if count == len(self._out):
                     break
                 self._out = self._out[count:]
+                self.request.note_begun(time.monotonic() - self._owner.began_s)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self.request.note_begun(time.monotonic() - self._owner.began_s)
             self._watch(IN | OUT)
             return
         except OSError as error:  # an answer that says why may have come before
+            self.request.note_begun(time.monotonic() - self._owner.began_s)
             self._out = None
             self._receive()
             if self.state is WireState.BUSY:
                 self._lost(CONNECTION_LOST, error.strerror or str(error))
             return
-        self.request.record.sent_s = time.monotonic() - self._owner.began_s
+        now_s = time.monotonic() - self._owner.began_s
+        self.request.note_begun(now_s)
+        self.request.record.sent_s = now_s
         self._out = None
         self._watch(IN)
 

@@ -102,7 +102,7 @@ def made_run(
     for number, record in enumerate(records):
         record.run, record.number = name, number
         record.due_s -= zero
-        for field in ("sent_s", "first_s", "last_s", "end_s"):
+        for field in ("begun_s", "sent_s", "first_s", "last_s", "end_s"):
             value = getattr(record, field)
             if value is not None:
                 setattr(record, field, value - zero)

@@ -27,8 +27,8 @@ def lateness(columns: RunColumns) -> ReportFigure:
     figure = ReportFigure(
         key,
         f"{title}: {columns.run.name}",
-        f"How long after it was due each request was sent, and how much of what was due in each {block:g} s was sent "
-        "in them. "
+        f"How long after it was due each request was begun, and how much of what was due in each {block:g} s "
+        "was sent in them. "
         "The fault is the generator's where the upper lines rise; the load was another than asked for where the lower "
         "one leaves 100 %.",
         height=460,
