@@ -36,6 +36,7 @@ BAD_ANSWER = "bad_answer"
 BROKEN_STREAM = "broken_stream"
 CONNECTION_LOST = "connection_lost"
 DRIVER_LOST = "driver_lost"
+EMPTY_ANSWER = "empty_answer"
 NOT_FINISHED = "not_finished"
 TIMEOUT = "timeout"
 UNREACHABLE = "unreachable"
@@ -192,6 +193,9 @@ class AnswerReader:
                 self.fail(BROKEN_STREAM, "the stream ended before its last event", now_s)
         else:
             self._whole(now_s)
+        if not self.error and not self.chunks and not self.completion_tokens:
+            self.is_done = False
+            self.fail(EMPTY_ANSWER, "the answer is whole, and has neither content nor tokens", now_s)
 
     def fail(self, error: str, message: str, now_s: float) -> None:
         """The first failure is kept; after ``[DONE]`` nothing can fail any more."""
@@ -200,8 +204,8 @@ class AnswerReader:
 
     def came_before_its_request(self, now_s: float) -> None:
         """It was whole before the request had been sent: unless it is a refusal, it is the answer to something else."""
-        if not self.error:
-            self.is_done = False
+        if self.error in ("", EMPTY_ANSWER):
+            self.error, self.is_done = "", False
             self.fail(BAD_ANSWER, "the answer came before the request was sent", now_s)
 
     def fill(self, record: MeasuredRequest, end_s: float) -> None:

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.load.drive.answer import EMPTY_ANSWER
 from kvxfer.load.importers.fields import Members
 from kvxfer.load.importers.made import failure, made_run
 from kvxfer.load.record import MeasuredRequest
@@ -68,7 +69,7 @@ def _record(one: Members) -> MeasuredRequest:
     if error is None:
         record.status = 200
         if record.first_s is None:
-            record.error, record.message = "bad_answer", "the answer had no content"
+            record.error, record.message = EMPTY_ANSWER, "the answer had no content"
     else:
         kind, message = error.text_or_none("error_type") or "", error.text_or_none("error_msg") or ""
         found = _STATUS.search(kind)

@@ -63,6 +63,30 @@ def test_content(event: dict[str, Any], expected: bool) -> None:
     assert has_content(event) is expected
 
 
+FINISHED = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "error"),
+    [
+        (sse(), STREAM, "empty_answer"),
+        (sse(delta(role="assistant"), FINISHED), STREAM, "empty_answer"),
+        (sse(FINISHED, done=False), STREAM, "empty_answer"),
+        (sse(FINISHED, usage(0)), STREAM, "empty_answer"),
+        (sse(FINISHED, usage(2)), STREAM, ""),  # tokens without text, as special ones
+        (sse(token("a")), STREAM, ""),
+        (sse({"error": {"code": "overloaded"}}), STREAM, "overloaded"),
+        (json.dumps(FINISHED).encode(), "application/json", "empty_answer"),
+        (json.dumps({"choices": []}).encode(), "application/json", "empty_answer"),
+        (json.dumps(FINISHED | {"usage": {"completion_tokens": 2}}).encode(), "application/json", ""),
+    ],
+)
+def test_an_answer_with_neither_content_nor_tokens_has_failed(body: bytes, kind: str, error: str) -> None:
+    record = read((body, 1.0), kind=kind)
+    assert (record.error, record.status, record.end_s is not None) == (error, 200, True)
+    assert record.is_good == (not error)
+
+
 @pytest.mark.parametrize(
     ("value", "status", "expected"),
     [
@@ -132,7 +156,7 @@ def test_account_in_the_last_chunk_and_in_a_comment() -> None:
     [
         (sse(token(), done=False), "broken_stream"),
         (b"", "broken_stream"),
-        (sse({"choices": [{"text": "", "finish_reason": "length"}]}, done=False), ""),
+        (sse(token(), {"choices": [{"text": "", "finish_reason": "length"}]}, done=False), ""),
         (sse(token()), ""),
         (sse(token(), {"error": {"code": "peer_gone", "message": "m"}}), "peer_gone"),
         (sse(token(), {"error": {"message": "m"}}), "server_error"),
@@ -142,7 +166,7 @@ def test_account_in_the_last_chunk_and_in_a_comment() -> None:
         (b"data:" + json.dumps(token()).encode() + b"\r\n\r\ndata: [DONE]\r\n\r\n", ""),
         (b"event: x\nid: 3\n\n" + sse(token()), ""),
         (sse(token()).removesuffix(b"\n\n"), ""),
-        (b'data: {"choices":\ndata: []}\n\ndata: [DONE]\n\n', ""),
+        (b'data: {"choices":\ndata: [{"text": "a"}]}\n\ndata: [DONE]\n\n', ""),
     ],
 )
 def test_how_a_stream_ends(text: bytes, error: str) -> None:
