@@ -27,6 +27,8 @@ DELIVERY_SLACK_S = 0.1
 """A request that is sent later than this after it was due was not delivered at its time."""
 ERRORS_TOLD = 8
 """Names in a sentence; a server may have one for each request."""
+OFFERED_SHARE = 0.05
+"""So much less than the asked rate may be due before it is said."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -51,6 +53,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _ending(run),
         _late(run),
         _undelivered(run),
+        _offered_less(run, summary),
         _backlog(steadiness),
         _worsening(steadiness),
         _few(summary),
@@ -133,6 +136,29 @@ def _undelivered(run: LoadRun) -> RunVerdict | None:
         f"than {DELIVERY_SHARE:.1%} of the requests due were not sent within {DELIVERY_SLACK_S * 1e3:.0f} ms; worst "
         f"{missing[worst]} of {due[worst]}, {worst * DELIVERY_BLOCK_S:.0f} s after the window began.",
         True,
+    )
+
+
+def _offered_less(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
+    """Of sessions: the first ones begin with the run, and nobody is in his later turns yet. Sessions that had begun
+    before would need prompts that no prefix cache has seen, so the load is not corrected but told.
+    """
+    asked, counted = run.offered_per_s, run.counted
+    sessions = len({record.session for record in counted})
+    if not asked or "imported_from" in run.settings or not any(record.turn for record in counted):
+        return None
+    luck = 2 / math.sqrt(sessions)
+    if summary.offered_per_s >= asked * (1 - max(OFFERED_SHARE, luck)):
+        return None
+    begin, end = run.window_s
+    middle = (begin + end) / 2
+    later = sum(record.due_s >= middle for record in counted) / (end - middle)
+    return RunVerdict(
+        "offered_less",
+        f"Less was due than was asked for: {summary.offered_per_s:.2f} of {asked:g} requests/s, and {later:.2f} in the "
+        "second half. Sessions begin one after another, and their later turns come think times and answers after: a "
+        "longer run, or a shorter think time, comes nearer to the rate.",
+        False,
     )
 
 

@@ -8,10 +8,13 @@ import pytest
 
 from kvxfer.load.judge import summarize
 from kvxfer.load.limits import LatencyLimits
+from kvxfer.load.offered import workload_from
+from kvxfer.load.options import WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import stationarity
 from kvxfer.load.verdicts import RunVerdict, has_failed, judge_run, requests_for
+from kvxfer.workload.request import DispatchMode
 from tests.support.load_queues import queue_run
 from tests.support.load_records import answered, failed, run_of
 
@@ -49,6 +52,22 @@ def test_a_server_that_is_slow_to_read_does_not_make_the_generator_late() -> Non
     assert verdicts(run_of(slow)) == {}
     late = [answered(n, n / 100, ttft_s=1.1, begun_s=n / 100 + 0.5, sent_s=n / 100 + 1) for n in range(1000)]
     assert {"generator_late", "undelivered"} <= {*verdicts(run_of(late))}
+
+
+@pytest.mark.parametrize(("duration_s", "is_told"), [(20.0, True), (2000.0, False)])
+def test_sessions_that_come_up_slowly_offer_less_than_was_asked_for(duration_s: float, is_told: bool) -> None:
+    asked = WorkloadOptions(rate=20.0, duration_s=duration_s, turns=4, think_s=5.0, session_mode=DispatchMode.TIMESTAMP)
+    records = [
+        answered(one.number, one.due_s or 0.0, session=one.session, turn=one.turn)
+        for one in workload_from(asked).requests
+    ]
+    found = verdicts(run_of(records, duration_s, offered_per_s=asked.rate))
+    assert ("offered_less" in found) == is_told
+    if is_told:
+        assert not found["offered_less"].is_failure
+        assert "of 20 requests/s" in found["offered_less"].sentence
+    imported = run_of(records, duration_s, offered_per_s=asked.rate, settings={"imported_from": "x"})
+    assert "offered_less" not in verdicts(imported), "another tool's rate may be that of its sessions"
 
 
 def test_two_percent_of_the_first_tokens_time_is_allowed() -> None:
