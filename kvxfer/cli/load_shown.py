@@ -82,9 +82,12 @@ def run_table(summary: RunSummary) -> str:
 
 
 def _phases(summary: RunSummary) -> list[list[str]]:
-    """Where the time went, of the answers whose phases are known; empty: of none."""
-    if not summary.phases:
+    """Where the time went, of the answers whose phases are known. Empty: there is no answer."""
+    if not summary.joined.total:
         return []
+    if not summary.phases:
+        none = f"known of none of {summary.joined.total} whole answers: no router's or engine's account came with them"
+        return [["phases", none]]
     known = f"of {summary.joined.good} of {summary.joined.total} whole answers"
     rows = [["phase", "mean", "p50", "p99", known]]
     return rows + [

@@ -58,6 +58,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _worsening(steadiness),
         _few(summary),
         _failures(run, summary),
+        _without_content(run, summary),
         _missed(summary),
     ]
     return sorted((verdict for verdict in found if verdict is not None), key=lambda verdict: not verdict.is_failure)
@@ -224,6 +225,19 @@ def _failures(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
     return RunVerdict(
         "failures",
         f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.{words}",
+        False,
+    )
+
+
+def _without_content(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
+    count = sum(record.is_good and record.first_s is None for record in run.counted)
+    if not count:
+        return None
+    costs = " They miss limits of TTFT, TPOT and E2E." if summary.missed.keys() & {"ttft", "tpot", "e2e"} else ""
+    return RunVerdict(
+        "no_content",
+        f"{count} of {summary.answered} whole answers had no content: no text of their tokens came, so they have "
+        f"neither times nor phases.{costs}",
         False,
     )
 

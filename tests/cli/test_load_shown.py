@@ -16,3 +16,8 @@ def test_of_no_request_no_attainment_is_told() -> None:
     assert "0 due" in said
     assert "attainment" not in said
     assert "p50" not in said
+
+
+def test_where_no_account_came_that_is_said() -> None:
+    said = run_table(summarize(run_of([answered(0, 0.0)]), None, 0.9))
+    assert "known of none of 1 whole answers" in said

@@ -120,6 +120,15 @@ def test_the_commonest_failure_is_told_in_the_servers_words() -> None:
     assert "\x1b" not in said, "a server's words may not steer a terminal"
 
 
+def test_whole_answers_without_content_are_told_and_fail_nothing() -> None:
+    """Real engines give them: each of its tokens was a special one, or a part of a character."""
+    silent = answered(0, 0.0, first_s=None, last_s=None, chunks=0, longest_gap_s=None)
+    found = verdicts(run_of([silent, *even()[1:]]))
+    assert found.keys() == {"no_content"}
+    assert "1 of 1000 whole answers had no content" in found["no_content"].sentence
+    assert "They miss limits of TTFT" in found["no_content"].sentence
+
+
 def test_attainment_that_is_missed_is_told() -> None:
     found = verdicts(run_of([answered(n, n / 100, ttft_s=0.3 if n % 5 == 0 else 0.1) for n in range(1000)]))
     assert {*found} == {"attainment_missed"}
