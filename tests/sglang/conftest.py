@@ -1,5 +1,5 @@
 """Tests that run inside SGLang's environment (`make test-sglang`): its real classes on a CPU. Elsewhere they are not
-even collected; those of kvxfer's router before its servers run elsewhere (`make test-sglang-router`).
+even collected; those of kvxfer's router and load test before its servers run elsewhere (`make test-sglang-router`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.support.sglang import launch
 
 HERE = pathlib.Path(__file__).resolve().parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-ELSEWHERE = "test_router.py"
-collect_ignore = [path.name for path in HERE.glob("test_*.py") if (path.name == ELSEWHERE) == HAS_SGLANG]
+ELSEWHERE = ("test_load.py", "test_router.py")
+collect_ignore = [path.name for path in HERE.glob("test_*.py") if (path.name in ELSEWHERE) == HAS_SGLANG]
 
 if HAS_SGLANG:
     if importlib.util.find_spec("torchvision") is None:
