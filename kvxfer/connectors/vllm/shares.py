@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import IncompatibleError, InvalidArgumentError
+from kvxfer.layout.kv_layout import Holding
+from kvxfer.layout.tp_sharding import choose_sources, tp_heads
 
 Layers = tuple[int, ...]
 """Numbers of layers in the model, ascending."""
@@ -123,19 +125,11 @@ def ranks_read(rank: int, ranks: int, sources: int) -> range:
     return range(rank * sources // ranks, -(-(rank + 1) * sources // ranks))
 
 
-def heads_of(rank: int, ranks: int, heads: int) -> range:
-    """The heads, of ``heads`` in the model, that tensor rank ``rank`` of ``ranks`` keeps. With more ranks than heads,
-    neighbouring ranks keep the same one: MLA's latent is one head for all. Raises InvalidArgumentError where ranks and
-    heads do not divide each other."""
-    if heads < 1 or (heads % ranks and ranks % heads):
-        raise InvalidArgumentError(f"{heads} heads and {ranks} tensor ranks do not divide each other")
-    return range(rank * heads // ranks, -(-(rank + 1) * heads // ranks))
-
-
 @functools.lru_cache(maxsize=1024)
 def shares_of(rank: int, ours: EngineShape, theirs: EngineShape, heads: int) -> tuple[RankShare, ...]:
     """What rank ``rank`` of our engine takes from each rank of theirs that it has to do with, ascending. Both keep the
-    same model of ``heads`` heads.
+    same model of ``heads`` heads. Of ranks that keep the same it takes from one: at its own place in the model, where
+    there is one.
 
     Every source rank has to do with some rank of ours, whether anything of it is read or not. Raises
     InvalidArgumentError where both do not keep the same layers, or a number of ranks does not divide the heads.
@@ -144,21 +138,28 @@ def shares_of(rank: int, ours: EngineShape, theirs: EngineShape, heads: int) -> 
         raise InvalidArgumentError(
             f"their engine keeps {len(theirs.layers)} layers, ours {len(ours.layers)}, or others"
         )
-    tensor_rank = ours.tensor_rank_of(rank)
-    read = _heads_read(tensor_rank, ours, theirs, heads)
-    met = sorted({*read, *ranks_read(tensor_rank, ours.tensor_ranks, theirs.tensor_ranks)})
-    own = set(ours.layers_of(rank))
-    shares = []
-    for stage, kept in enumerate(theirs.stages):
-        layers = tuple(layer for layer in kept if layer in own)
-        if layers:
-            shares += [
-                RankShare(theirs.rank(stage, other), layers, read[other])
-                if other in read
-                else RankShare(theirs.rank(stage, other), (), range(0))
-                for other in met
-            ]
-    return tuple(shares)
+    tensor_rank, own = ours.tensor_rank_of(rank), set(ours.layers_of(rank))
+    wanted = _holding(rank, ours, heads)
+    near = ranks_read(tensor_rank, ours.tensor_ranks, theirs.tensor_ranks)
+    shares = {
+        other: RankShare(other, (), range(0))
+        for other in range(theirs.ranks)
+        if theirs.tensor_rank_of(other) in near and own & set(theirs.layers_of(other))
+    }
+    for context in range(theirs.interleave.ranks):
+        if not _have_common_tokens(ours, tensor_rank, theirs, context):
+            continue
+        keep = {
+            other: _holding(other, theirs, heads)
+            for other in range(theirs.ranks)
+            if theirs.context_rank_of(other) == context
+        }
+        try:
+            shards = choose_sources(wanted, {other: keep[other] for other in keep if other in shares})
+        except IncompatibleError:  # this context's ranks are elsewhere
+            shards = choose_sources(wanted, keep, destination_rank=tensor_rank)
+        shares |= {shard.source: RankShare(shard.source, shard.layers, shard.heads) for shard in shards}
+    return tuple(shares[other] for other in sorted(shares))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -172,23 +173,10 @@ def readers_of(source_rank: int, ours: EngineShape, theirs: EngineShape, heads: 
     )
 
 
-def _heads_read(tensor_rank: int, ours: EngineShape, theirs: EngineShape, heads: int) -> dict[int, range]:
-    """The heads that our tensor rank reads from each of theirs. Of ranks that keep the same heads and tokens it reads
-    one: of those at its own place in the model, where there are such, else the first."""
-    own = heads_of(tensor_rank, ours.tensor_ranks, heads)
-    near = ranks_read(tensor_rank, ours.tensor_ranks, theirs.tensor_ranks)
-    others = range(theirs.tensor_ranks)
-    read: dict[int, range] = {}
-    has: set[tuple[int, int]] = set()
-    for other in sorted(others, key=lambda one: (one not in near, one)):
-        kept = heads_of(other, theirs.tensor_ranks, heads)
-        common = range(max(own.start, kept.start), min(own.stop, kept.stop))
-        context = other % theirs.interleave.ranks
-        cells = {(head, context) for head in common}
-        if cells and not cells & has and _have_common_tokens(ours, tensor_rank, theirs, context):
-            read[other] = common
-            has |= cells
-    return read
+def _holding(rank: int, shape: EngineShape, heads: int) -> Holding:
+    """What that rank keeps, as the planner takes it."""
+    kept = tp_heads(heads, shape.tensor_ranks, shape.tensor_rank_of(rank))
+    return Holding(shape.layers_of(rank), kept.start, len(kept), heads)
 
 
 def _have_common_tokens(ours: EngineShape, tensor_rank: int, theirs: EngineShape, context: int) -> bool:
@@ -202,11 +190,26 @@ def _have_common_tokens(ours: EngineShape, tensor_rank: int, theirs: EngineShape
     )
 
 
-def shape_of(layers: Sequence[Layers]) -> EngineShape:
-    """The shape of an engine whose ranks keep these layers, in the order of their numbers. Raises InvalidArgumentError
-    where the ranks are not stages of equally many."""
-    stages = tuple(dict.fromkeys(layers))
-    tensor_ranks, rest = divmod(len(layers), max(1, len(stages)))
-    if rest or [stage for stage in stages for _ in range(tensor_ranks)] != list(layers):
-        raise InvalidArgumentError("the ranks of an engine are not stages of equally many ranks")
+def stages_of(text: str, layers: int) -> tuple[Layers, ...]:
+    """The stages of an engine that keeps a model of ``layers`` layers, from where each ends, as a record says it:
+    ``3,5`` are layers 0 to 2, and 3 to 4. Without a text it is one stage. Raises InvalidArgumentError."""
+    try:
+        ends = [int(end) for end in text.split(",")] if text else [layers]
+    except ValueError:
+        raise InvalidArgumentError(f"the stages of an engine end at layers, not at {text[:64]!r}") from None
+    if ends[-1] != layers or any(end <= begin for begin, end in itertools.pairwise([0, *ends])):
+        raise InvalidArgumentError(f"stages that end at {text[:64]} do not divide {layers} layers")
+    return tuple(tuple(range(*pair)) for pair in itertools.pairwise([0, *ends]))
+
+
+def text_of(stages: tuple[Layers, ...]) -> str:
+    """What :func:`stages_of` reads; empty for one stage."""
+    return "" if len(stages) == 1 else ",".join(str(stage[-1] + 1) for stage in stages)
+
+
+def shape_of(ranks: int, stages: tuple[Layers, ...]) -> EngineShape:
+    """The shape of an engine of so many ranks. Raises InvalidArgumentError unless the stages have equally many."""
+    tensor_ranks, rest = divmod(ranks, len(stages))
+    if rest or not tensor_ranks:
+        raise InvalidArgumentError(f"{len(stages)} stages do not divide {ranks} ranks")
     return EngineShape(stages, tensor_ranks)

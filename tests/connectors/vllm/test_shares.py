@@ -13,13 +13,15 @@ from kvxfer.connectors.vllm.shares import (
     EngineShape,
     Interleave,
     RankShare,
-    heads_of,
     ranks_read,
     readers_of,
     shape_of,
     shares_of,
+    stages_of,
+    text_of,
 )
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.layout.tp_sharding import tp_heads
 
 
 def cut(layers: int, ends: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -54,12 +56,12 @@ def test_each_layer_head_and_token_comes_from_one_source(
         mine = set(ours.interleave.tokens_of(ours.context_rank_of(rank), tokens))
         for share in shares_of(rank, ours, theirs, heads):
             source = share.source_rank
-            kept = heads_of(theirs.tensor_rank_of(source), theirs.tensor_ranks, heads)
+            kept = tp_heads(heads, theirs.tensor_ranks, theirs.tensor_rank_of(source))
             assert set(share.layers) <= set(theirs.layers_of(source))
             assert set(share.heads) <= set(kept)
             common = mine & set(theirs.interleave.tokens_of(theirs.context_rank_of(source), tokens))
             got.update(itertools.product(share.layers, share.heads, common))
-        wanted = heads_of(ours.tensor_rank_of(rank), ours.tensor_ranks, heads)
+        wanted = tp_heads(heads, ours.tensor_ranks, ours.tensor_rank_of(rank))
         assert got == collections.Counter(itertools.product(ours.layers_of(rank), wanted, mine))
 
 
@@ -139,20 +141,28 @@ def test_one_context_rank_keeps_everything_in_order() -> None:
 
 
 @given(tensor_ranks=st.integers(1, 4), ends=st.lists(st.integers(1, 8), max_size=4))
-def test_a_shape_is_found_by_what_its_ranks_keep(tensor_ranks: int, ends: list[int]) -> None:
+def test_a_record_says_where_stages_end(tensor_ranks: int, ends: list[int]) -> None:
     stages = cut(9, ends)
-    ranks = [stage for stage in stages for _ in range(tensor_ranks)]
-    assert shape_of(ranks) == EngineShape(stages, tensor_ranks)
+    assert stages_of(text_of(stages), 9) == stages
+    assert shape_of(tensor_ranks * len(stages), stages) == EngineShape(stages, tensor_ranks)
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [[], [()], [(0,), (1,), (1,)], [(0,), (1,), (0,)], [(0, 1), (1, 2)], [(1, 0)]],
-    ids=str,
-)
-def test_what_is_no_engine_has_no_shape(layers: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("text", ["3", "5,3", "3,3,5", "0,5", "a", "3,,5", "3,6", "-1,5"])
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        shape_of(layers)
+        stages_of(text, 5)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_stages_have_equally_many_ranks(ranks: int) -> None:
+    with pytest.raises(InvalidArgumentError):
+        shape_of(ranks, ((0,), (1,)))
+
+
+@pytest.mark.parametrize("stages", [(), ((),), ((0, 1), (1, 2)), ((1, 0),)], ids=str)
+def test_stages_that_make_no_sense(stages: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        EngineShape(stages)
 
 
 @pytest.mark.parametrize(
