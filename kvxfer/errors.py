@@ -32,6 +32,12 @@
     │   └── GrantUnknownError
     ├── ChecksumMismatchError            bytes arrived, and were wrong
     ├── MemoryGoneError                  registered memory is not mapped any more
+    ├── StoreError                  a tier of blocks cannot keep one, or give one back: the engine computes it
+    │   ├── BlockMissingError            it was evicted meanwhile, or was never there
+    │   ├── BlockDamagedError            what is there is truncated, or not what was written
+    │   ├── BlockForeignError            what is there belongs to another model, other weights or another block
+    │   ├── StoreFullError               there is no room, and nothing that may be evicted
+    │   └── StoreBrokenError             it cannot be read or written at all
     └── TransferCancelledError           the caller cancelled
 
 ``code`` is stable: it stands in HTTP error bodies, logs and metric labels. ``retryable`` says
@@ -207,6 +213,33 @@ class MemoryGoneError(KvxferError):
     """
 
     code = "memory_gone"
+
+
+class StoreError(KvxferError):
+    """A tier could not keep a block, or not give it back. Nothing is lost: the engine computes it."""
+
+    code = "store"
+
+
+class BlockMissingError(StoreError):
+    code = "block_missing"
+
+
+class BlockDamagedError(StoreError):
+    code = "block_damaged"
+
+
+class BlockForeignError(StoreError):
+    code = "block_foreign"
+
+
+class StoreFullError(StoreError):
+    code = "store_full"
+    retryable = True
+
+
+class StoreBrokenError(StoreError):
+    code = "store_broken"
 
 
 class TransferCancelledError(KvxferError):

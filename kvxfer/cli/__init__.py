@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coordinator": ("services", "run the coordinator: the directory of workers"),
     "worker": ("services", "run a worker: the built-in engine as prefill, decode or both"),
     "router": ("services", "run the router: the OpenAI API in front of the workers"),
+    "tier": ("services", "keep blocks in this host's memory that engines had to evict, and give them back"),
     "drain": ("drain", "have a router give one worker no new requests, and wait until none runs there"),
     "mock-engine": ("mock_engine", "run engines without a model: made-up answers over real HTTP, faults on command"),
     "load": ("load", "send a workload to a server: what it held within its limits, which split is best"),

@@ -1,4 +1,4 @@
-"""``kvxfer coordinator | worker | router``: one service in this process, until it is told to stop.
+"""``kvxfer coordinator | worker | router | tier``: one service in this process, until it is told to stop.
 
 Decides how a service is started and ended; what its options mean is the service's own. Each service offers an options
 dataclass and ``async def serve(options, *, on_ready, stop)``.
@@ -37,6 +37,9 @@ class Service:
 
 SERVICES = {
     "coordinator": Service("kvxfer.coordinator.options:CoordinatorOptions", "kvxfer.coordinator.server:serve"),
+    "tier": Service(
+        "kvxfer.connectors.tier.service_options:TierServiceOptions", "kvxfer.connectors.tier.service:serve"
+    ),
     "worker": Service("kvxfer.engine.options:WorkerOptions", "kvxfer.engine.worker:serve"),
     "router": Service(
         "kvxfer.router.options:RouterOptions",

@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxfer import Agent, Role, WorkerInfo
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.connectors.sglang.metrics import RankMetrics
+from kvxfer.connectors.tier.keeper import KeeperCounts
+from kvxfer.connectors.tier.service import KeeperMetrics
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.engine.executor import Counters
 from kvxfer.engine.metrics import EngineMetrics
@@ -126,6 +128,15 @@ def sglang_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     return registry
 
 
+def tier_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    counts = KeeperCounts()
+    counts.errors["put", "store_full"] += 1
+    keeper: Any = types.SimpleNamespace(counts=counts, blocks=1, used_bytes=1, capacity_bytes=1, pinned=1)
+    registry.register(KeeperMetrics(keeper))
+    return registry
+
+
 REGISTRIES: dict[str, Callable[[pytest.MonkeyPatch], CollectorRegistry]] = {
     "Agent": agent_registry,
     "Built-in engine": engine_registry,
@@ -133,6 +144,7 @@ REGISTRIES: dict[str, Callable[[pytest.MonkeyPatch], CollectorRegistry]] = {
     "Coordinator": coordinator_registry,
     "vLLM connector": vllm_registry,
     "SGLang backend": sglang_registry,
+    "Tier service": tier_registry,
 }
 
 

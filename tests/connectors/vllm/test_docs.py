@@ -12,7 +12,7 @@ import re
 import pytest
 
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.errors import BY_CODE
+from kvxfer.errors import BY_CODE, StoreError
 
 pytestmark = pytest.mark.checkout
 
@@ -23,6 +23,8 @@ FAMILIES = {"usage", "peer", "grant_gone"}
 """Codes of classes that only stand above others: nothing is raised with them."""
 OF_BODIES = {"invalid_json", "json_too_complex"}
 """Of HTTP bodies, which the connector does not read."""
+OF_TIERS = {kind.code for kind in (StoreError, *StoreError.__subclasses__())}
+"""In docs/tiers.md."""
 
 
 def rows(header: str) -> list[list[str]]:
@@ -41,7 +43,7 @@ def serve_commands() -> list[tuple[int, dict[str, object]]]:
 
 def test_the_table_of_codes_has_every_code_once() -> None:
     codes = [re.findall(r"`([a-z_]+)`", row[1]) for row in rows("| what | code | when |")]
-    assert sorted({code for found in codes for code in found}) == sorted(set(BY_CODE) - FAMILIES - OF_BODIES)
+    assert sorted({code for found in codes for code in found}) == sorted(set(BY_CODE) - FAMILIES - OF_BODIES - OF_TIERS)
     assert all(len(found) == 1 for found in codes)
 
 

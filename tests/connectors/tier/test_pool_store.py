@@ -1,0 +1,216 @@
+"""The store in another process's memory: a real ``kvxfer tier`` process, and this process as the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvxfer.agent import Agent
+from kvxfer.config import AgentConfig
+from kvxfer.connectors.tier.pool_store import PoolStore
+from kvxfer.connectors.tier.store import BlockMove, BlockName, Presence
+from kvxfer.errors import KvxferError
+from kvxfer.rpc import load_token
+
+ROW, ROWS = 16384, 16
+RECORD = bytes(range(32))
+
+
+def name(number: int, record: bytes = RECORD) -> BlockName:
+    return BlockName(record, number.to_bytes(36, "big"))
+
+
+class Service:
+    """One ``kvxfer tier`` process."""
+
+    def __init__(self, folder: pathlib.Path, blocks: int, *flags: str) -> None:
+        self.token = folder / "token"
+        command = [sys.executable, "-m", "kvxfer.cli", "tier", f"--capacity-bytes={blocks * ROW}", *flags]
+        self.process = subprocess.Popen(
+            [*command, f"--token-file={self.token}", "--agent-id=keeper", "--log-level=warning"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = json.loads(self.process.stdout.readline())["http_url"]
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line.startswith("kvxfer_tier_")]
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.wait(20)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def service(tmp_path: pathlib.Path) -> Iterator[Service]:
+    service = Service(tmp_path, 8)
+    yield service
+    service.kill(signal.SIGTERM)
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(3)).integers(0, 256, (ROWS, ROW), dtype=np.uint8)
+
+
+def open_store(service: Service, memory: np.ndarray, **more: float) -> PoolStore:
+    agent = Agent(
+        f"e-{secrets.token_hex(4)}",
+        token=load_token(service.token),
+        config=AgentConfig(discovery=True, stall_s=0.5, reconnect_s=1.0, transfer_deadline_s=5.0),
+    )
+    store = PoolStore(memory, agent, "keeper", service_url=service.url, deadline_s=5.0, **more)  # type: ignore[arg-type]
+    assert store.wait_known(20)
+    return store
+
+
+@pytest.fixture
+def store(service: Service, memory: np.ndarray) -> Iterator[PoolStore]:
+    store = open_store(service, memory)
+    yield store
+    store.close()
+
+
+def finish(act: object, moves: Sequence[BlockMove]) -> list[KvxferError | None]:
+    ended, outcomes = threading.Event(), []
+
+    def done(result: Sequence[KvxferError | None]) -> None:
+        outcomes.extend(result)
+        ended.set()
+
+    act(moves, done)  # type: ignore[operator]
+    assert ended.wait(30)
+    return outcomes
+
+
+def codes(outcomes: Sequence[KvxferError | None]) -> list[str]:
+    return ["" if error is None else error.code for error in outcomes]
+
+
+def save(store: PoolStore, *numbers: int) -> list[str]:
+    return codes(finish(store.save, [BlockMove(name(number), number % ROWS) for number in numbers]))
+
+
+def load(store: PoolStore, *numbers: int, record: bytes = RECORD) -> list[str]:
+    return codes(finish(store.load, [BlockMove(name(number, record), number % ROWS) for number in numbers]))
+
+
+def find(store: PoolStore, number: int) -> Presence:
+    end_s = time.monotonic() + 20
+    while (presence := store.find(name(number))) is Presence.ASKED:
+        store.flush()
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    return presence
+
+
+def test_blocks_go_and_come_back_and_the_service_counts(service: Service, store: PoolStore, memory: np.ndarray) -> None:
+    truth = memory.copy()
+    assert save(store, 1, 2, 3) == [""] * 3
+    assert save(store, 2) == [""]
+    memory[:] = 0
+    assert load(store, 3, 1) == ["", ""]
+    assert (memory[[1, 3]] == truth[[1, 3]]).all()
+    assert not memory[2].any()
+    assert [find(store, number) for number in (2, 7)] == [Presence.HERE, Presence.ABSENT]
+    counts = service.metrics()
+    assert counts["kvxfer_tier_blocks"] == 3
+    assert counts["kvxfer_tier_stored_bytes_total"] == counts["kvxfer_tier_used_bytes"] == 3 * ROW
+    assert counts["kvxfer_tier_served_blocks_total"] == 2
+    assert (counts["kvxfer_tier_hits_total"], counts["kvxfer_tier_misses_total"]) == (1, 1)
+
+
+def test_an_evicted_block_is_a_named_miss(service: Service, store: PoolStore, memory: np.ndarray) -> None:
+    assert save(store, *range(8)) == [""] * 8
+    assert save(store, 8, 9) == ["", ""]
+    found = [number for number in range(10) if find(store, number) is Presence.HERE]
+    assert len(found) == 8
+    (gone, _) = [number for number in range(10) if number not in found]
+    before = memory[gone].copy()
+    assert load(store, gone) == ["block_missing"]
+    assert (memory[gone] == before).all()
+    assert service.metrics()["kvxfer_tier_evictions_total"] == 2
+
+
+def test_another_record_is_another_block(store: PoolStore) -> None:
+    assert save(store, 1) == [""]
+    assert load(store, 1, record=bytes(32)) == ["block_missing"]
+
+
+def test_two_engines_share_what_one_has_stored(service: Service, store: PoolStore, memory: np.ndarray) -> None:
+    other_memory = np.zeros_like(memory)
+    other = open_store(service, other_memory)
+    assert save(store, 5) == [""]
+    assert find(other, 5) is Presence.HERE
+    assert load(other, 5) == [""]
+    assert (other_memory[5] == memory[5]).all()
+    other.close()
+
+
+def test_a_killed_service_is_named_and_a_new_one_is_found(tmp_path: pathlib.Path, memory: np.ndarray) -> None:
+    service = Service(tmp_path, 8)
+    store = open_store(service, memory)
+    port = service.url.rsplit(":", 1)[1]
+    assert save(store, 1) == [""]
+    service.process.send_signal(signal.SIGSTOP)  # so that it is killed with questions open
+    ended: list[str] = []
+    over = threading.Event()
+
+    def done(outcomes: Sequence[KvxferError | None]) -> None:
+        ended.extend(codes(outcomes))
+        over.set()
+
+    store.load([BlockMove(name(1), 1)], done)
+    service.kill()
+    assert over.wait(30)
+    assert ended == ["peer_gone"]
+    assert find(store, 1) is Presence.ABSENT
+    assert load(store, 1) == ["peer_gone"]
+    service = Service(tmp_path, 8, f"--http-port={port}")
+    end_s = time.monotonic() + 30
+    while find(store, 1) is Presence.ABSENT and save(store, 1) != [""]:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    assert load(store, 1) == [""]
+    store.close()
+    service.kill(signal.SIGTERM)
+
+
+def test_an_engine_whose_blocks_do_not_fit_the_units_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    service = Service(tmp_path, 8, "--unit-bytes=8192")
+    memory = np.zeros((4, 4096), np.uint8)
+    agent = Agent("e", token=load_token(service.token), config=AgentConfig(discovery=True))
+    store = PoolStore(memory, agent, "keeper", service_url=service.url)
+    end_s = time.monotonic() + 20
+    while "multiple" not in store._why:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert store.find(name(1)) is Presence.ABSENT
+    assert save(store, 1) == ["peer_gone"]
+    store.close()
+    service.kill(signal.SIGTERM)
+
+
+def test_nothing_listens_beyond_loopback_unless_asked() -> None:
+    for flag in ("--bind-host=0.0.0.0", "--http-host=0.0.0.0"):
+        command = [sys.executable, "-m", "kvxfer.cli", "tier", "--capacity-bytes=65536", flag]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ, check=False)
+        assert ended.returncode == 2
+        assert "not loopback" in ended.stderr
