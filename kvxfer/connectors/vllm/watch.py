@@ -59,6 +59,7 @@ def watch_vllm() -> None:
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None and hasattr(core, "EngineCore"):
         _wrap(core.EngineCore, "collective_rpc", _around_collective_rpc)
+        _wrap(core.EngineCore, "sleep", functools.partial(_method_changes, "sleep", LOADED))
 
 
 def watch_worker(worker: Any, loaded: Loaded = LOADED) -> None:
@@ -98,7 +99,21 @@ def _around_collective_rpc(original: Callable[..., Any], core: Any, method: Any,
     is_own = str(getattr(method, "__module__", "")).startswith("vllm.")  # it measures, when it starts
     if not isinstance(method, str) and not is_own:
         LOADED.changed("a function of its own was run in the workers, which may change weights")
+    elif isinstance(method, str) and (method in CHANGING or _is_of_extension(core, method)):
+        # where workers are other processes, what they see is not seen here
+        LOADED.changed(f"{method} was called: weights in memory are no longer those of the files")
     return original(core, method, *arguments, **more)
+
+
+def _is_of_extension(core: Any, method: str) -> bool:
+    """Whether an operator put something into the worker's class that is no method of vLLM's own."""
+    parallel = getattr(getattr(core, "vllm_config", None), "parallel_config", None)
+    if not getattr(parallel, "worker_extension_cls", ""):
+        return False
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    kinds = (WorkerBase, *_subclasses(WorkerBase))
+    return not any(method in vars(kind) for kind in kinds if kind.__module__.startswith("vllm."))
 
 
 def _method_changes(
