@@ -79,6 +79,7 @@ _KINDS: tuple[tuple[type[errors.KvxferError], type[nixlError]], ...] = (
     (errors.TransportError, nixlBackendError),
     (errors.ChecksumMismatchError, nixlBackendError),
     (errors.MemoryGoneError, nixlBackendError),
+    (errors.StoreError, nixlBackendError),
 )
 """The first that fits."""
 

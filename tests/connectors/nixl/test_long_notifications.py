@@ -82,7 +82,8 @@ def test_bytes_that_wait_for_an_agent_are_bounded_and_it_is_named(
 
 
 def test_unfetched_notifications_are_bounded_and_not_lost(pair: tuple[nixl_agent, nixl_agent]) -> None:
-    """The target looks after its transfers and never asks for notifications: those beyond wait at their sender."""
+    """The target looks after its transfers and never asks for notifications: those beyond wait at their sender. There
+    is room for three; one more may come while the core hands one over, which is counted by neither side then."""
     initiator, target = pair
     local, remote, *_ = meet(initiator, target)
     endpoint = target.agent._endpoint
@@ -94,7 +95,7 @@ def test_unfetched_notifications_are_bounded_and_not_lost(pair: tuple[nixl_agent
         endpoint.poll()
         return len(endpoint.inbox._waiting)
 
-    until(lambda: has_come() == 3)
+    until(lambda: has_come() >= 3)
     finish(initiator, initiator.initialize_xfer("READ", local, remote, "target"))
-    assert has_come() == 3
+    assert has_come() in (3, 4)
     assert notifications(target, 5) == {"initiator": sent}
