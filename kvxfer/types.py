@@ -251,6 +251,8 @@ class CompatibilityRecord:
     attention_backend: str
     tp_rank: int = 0
     tp_size: int = 1
+    groups: str = ""
+    """Which layers share a block table, and what each table keeps; empty: all share one that keeps every token."""
 
     @classmethod
     def opaque(cls, format_name: str) -> CompatibilityRecord:

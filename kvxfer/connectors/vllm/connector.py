@@ -19,8 +19,9 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.vllm.adapters import Adapters
+from kvxfer.connectors.vllm.groups import GroupKind
 from kvxfer.connectors.vllm.identity import EngineWeights, share, unshare
-from kvxfer.connectors.vllm.limits import check_engine, check_transferable
+from kvxfer.connectors.vllm.limits import check_engine, check_groups, groups_of
 from kvxfer.connectors.vllm.loaded import LOADED
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.models import models_of
@@ -79,7 +80,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
         options.check_front_end(parallel)
         check_engine(vllm_config)
-        check_transferable(kv_cache_config)
+        groups = groups_of(kv_cache_config)
+        check_groups(kv_cache_config, vllm_config, base.KVConnectorBase_V1)
+        self._kinds = {group.kind for group in groups.groups}
         ranks = parallel.tensor_parallel_size
         options.check_ranks(ranks)
         self._scheduler_half: SchedulerHalf | None = None
@@ -99,7 +102,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             self._ending.callback(adapters.stop)
             self._scheduler_half = SchedulerHalf(
                 options,
-                block_tokens=vllm_config.cache_config.block_size,
+                groups=groups,
                 agents=agents,
                 mint=lambda: TransferId(secrets.token_bytes(16)),
                 adapter_fingerprint=adapters.fingerprint,
@@ -117,12 +120,14 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._ending.callback(unshare, agents[rank], weights)
         self._worker_half = WorkerHalf(
             options,
-            functools.partial(make_record, vllm_config, kv_cache_config),
+            functools.partial(make_record, vllm_config, kv_cache_config, groups),
             model=_served_name(vllm_config.model_config),
             rank=rank,
             ranks=ranks,
             new_agent=functools.partial(_new_agent, options, rank),
             max_context_tokens=vllm_config.model_config.max_model_len,
+            groups=() if groups.is_plain else tuple(group.layers for group in groups.groups),
+            blocks=kv_cache_config.num_blocks,
             weights=weights,
         )
         sink = vllm_sink(vllm_config)
@@ -235,11 +240,17 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         count = self._scheduler.matched(request, num_computed_tokens)
         return count, bool(count)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A state is always loaded, however much of full attention vLLM has in its own cache. Windows are loaded from
+        where that ends."""
+        return self._kinds <= {GroupKind.FULL, GroupKind.STATE}
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvxferMetadata:
         return KvxferMetadata(self._scheduler.build(scheduler_output))
@@ -258,12 +269,12 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._scheduler.sent(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids)
+        return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids[0])
+        return self._scheduler.finished(request, block_ids)
 
     # --- the class ---
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import hashlib
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -29,14 +30,16 @@ class Digests:
         self._lock = threading.Lock()
 
     def record(self, transfer_id: TransferId, side: str, first: int, blocks: Sequence[int]) -> None:
-        """Hash ``blocks``, which begin at block ``first`` of the prompt: one list a layer, one digest a block."""
+        """Hash ``blocks``, which begin at block ``first`` of the prompt: one list a layer, one digest for each block of
+        the layer's group."""
         size = self._pages.page_bytes
-        flat = [
-            hashlib.blake2b(memory[page * size : (page + 1) * size], digest_size=8).hexdigest()
-            for memory, store in zip(self._memory, self._pages.stores, strict=True)
-            for page in store.ids(blocks).tolist()
-        ]
-        rows = [flat[begin : begin + len(blocks)] for begin in range(0, len(flat), len(blocks))]
+        rows = []
+        for memory, store in zip(self._memory, self._pages.stores, strict=True):
+            flat = [
+                hashlib.blake2b(memory[page * size : (page + 1) * size], digest_size=8).hexdigest()
+                for page in store.ids(blocks).tolist()
+            ]
+            rows += [flat[begin:end] for begin, end in itertools.pairwise((0, *store.ends(blocks)))]
         with self._lock:
             self._entries[f"{transfer_id}/{side}/{first}"] = rows
             while len(self._entries) > PROMPTS_MAX:

@@ -4,18 +4,24 @@ Decides which page is which; must never know what a page is used for. The whole 
 one region and one pool, registered once, whatever the order of its layers and blocks; versions of vLLM that give each
 layer a storage of its own have a pool for each. Page lists go layer by layer, so that neighbouring blocks are
 neighbours in memory too and travel as one run.
+
+The layers of a model with several KV groups overlay each other in one storage: a block, and so each of its pages,
+belongs to one group at a time. Their pages have one size.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.connectors.vllm.groups import GROUP_BITS, ID_MASK
 from kvxfer.errors import ConfigError
 from kvxfer.transport.base import Region
 from kvxfer.types import MemoryKind
@@ -33,15 +39,32 @@ class LayerStorage:
     first_layer: int
     first: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
+    group: npt.NDArray[np.int64] | None = None
+    """The KV group of each of these layers; ``None``: all layers are of one."""
 
     @property
     def layers(self) -> int:
         return len(self.first)
 
     def ids(self, blocks: Iterable[int]) -> Ids:
-        """The pages of these blocks: those of the first layer, then those of the next."""
+        """The pages of the blocks with these numbers (:mod:`.groups`): those of the first layer, then those of the
+        next; of each layer its group's."""
         index = np.fromiter(blocks, np.int64)
-        return (self.first[:, None] + index[None, :] * self.step[:, None]).ravel().astype(np.uint32)
+        if self.group is None:
+            return (self.first[:, None] + index[None, :] * self.step[:, None]).ravel().astype(np.uint32)
+        groups, index = index >> GROUP_BITS, index & ID_MASK
+        own = [index[groups == group] for group in range(int(self.group.max()) + 1)]
+        pages = [
+            first + own[group] * step for first, step, group in zip(self.first, self.step, self.group, strict=True)
+        ]
+        return np.concatenate(pages).astype(np.uint32)
+
+    def ends(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """How many of :meth:`ids`' pages are those of the first layer, of the first two, and so on."""
+        if self.group is None:
+            return tuple(range(len(blocks), (self.layers + 1) * len(blocks), len(blocks))) or (0,) * self.layers
+        counts = collections.Counter(block >> GROUP_BITS for block in blocks)
+        return tuple(itertools.accumulate(counts[group] for group in self.group.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +82,19 @@ class Pages:
         return region.device if region.memory is MemoryKind.CUDA else None
 
     @classmethod
-    def of(cls, caches: Mapping[str, Any]) -> Pages:
-        """From the tensors that vLLM registers, one a layer, shape [blocks, ...].
+    def of(cls, caches: Mapping[str, Any], groups: Sequence[Sequence[str]] = (), blocks: int = 0) -> Pages:
+        """From the tensors that vLLM registers, one a layer, shape [blocks, ...]. ``groups``: the layers of each KV
+        group, of an engine with ``blocks`` blocks; empty: all layers are of one, and dense.
 
-        Raises ConfigError for caches that are not dense pages of the host's or one CUDA device's memory, or whose
-        layers are spread over storages without order.
+        Raises ConfigError for caches that are not pages of the host's or one CUDA device's memory, or whose layers are
+        spread over storages without order.
         """
         if not caches:
             raise ConfigError("vLLM registered no KV cache")
+        if groups:
+            return _of_groups(caches, groups, blocks)
         caches = _without_aliases(caches)
-        devices = sorted({str(tensor.device) for tensor in caches.values()})
-        if len(devices) > 1 or devices[0].partition(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"kvxfer moves KV caches of the host or of one CUDA device: this one is on {', '.join(devices)}"
-            )
+        _check_devices(caches)
         names, tensors = tuple(caches), list(caches.values())
         shape, itemsize = tuple(tensors[0].shape), tensors[0].element_size()
         page_bytes = itemsize * int(np.prod(shape[1:]))
@@ -92,6 +114,49 @@ class Pages:
         return cls(names, page_bytes, tuple(stores))
 
 
+def _check_devices(caches: Mapping[str, Any]) -> None:
+    devices = sorted({str(tensor.device) for tensor in caches.values()})
+    if len(devices) > 1 or devices[0].partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"kvxfer moves KV caches of the host or of one CUDA device: this one is on {', '.join(devices)}"
+        )
+
+
+def _of_groups(caches: Mapping[str, Any], groups: Sequence[Sequence[str]], blocks: int) -> Pages:
+    """Of layers that overlay each other. A page may have room that its layer leaves unused; it travels whole."""
+    group_of = {name: group for group, names in enumerate(groups) for name in names}
+    missing = sorted(group_of.keys() - caches.keys())
+    if missing:
+        raise ConfigError(f"vLLM registered no KV cache of layer {missing[0]}")
+    caches = {name: tensor for name, tensor in caches.items() if name in group_of}  # others read what these keep
+    _check_devices(caches)
+    names, tensors = tuple(caches), list(caches.values())
+    bases = {_base(tensor) for tensor in tensors}
+    if len(bases) != 1:
+        raise ConfigError(
+            f"kvxfer moves models with several KV groups from one storage: this version of vLLM has {len(bases)}"
+        )
+    strides = []
+    for name, tensor in caches.items():
+        pieces, rest = divmod(tensor.shape[0], max(blocks, 1))
+        if rest or pieces == 0:
+            raise ConfigError(f"layer {name} has {tensor.shape[0]} pieces, which {blocks} blocks do not divide")
+        strides.append(pieces * tensor.stride(0) * tensor.element_size())
+    outer = [(tensor.data_ptr(), stride) for tensor, stride in zip(tensors, strides, strict=True)]
+    # The largest size of which every layer's place and step is a multiple: where layers are outermost, a page.
+    page_bytes = math.gcd(*(address - min(bases) for address, _ in outer), *strides)
+    needed = max(_content_bytes(tensor, blocks) for tensor in tensors)
+    if page_bytes < needed:
+        raise ConfigError(f"the KV groups' pages of {needed} bytes overlap: their layers lie {page_bytes} bytes apart")
+    store = _store(min(bases), 0, names, tensors, page_bytes, strides)
+    group = np.asarray([group_of[name] for name in names])
+    return Pages(names, page_bytes, (dataclasses.replace(store, group=group),))
+
+
+def _content_bytes(tensor: Any, blocks: int) -> int:
+    return int(tensor.numel()) * int(tensor.element_size()) // blocks
+
+
 def _without_aliases(caches: Mapping[str, Any]) -> dict[str, Any]:
     """The layers without those that read what another one keeps."""
     first: dict[tuple[Any, ...], str] = {}
@@ -104,10 +169,19 @@ def _base(tensor: Any) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _store(base: int, first_layer: int, names: tuple[str, ...], tensors: list[Any], page_bytes: int) -> LayerStorage:
+def _store(
+    base: int,
+    first_layer: int,
+    names: tuple[str, ...],
+    tensors: list[Any],
+    page_bytes: int,
+    strides: Sequence[int] = (),
+) -> LayerStorage:
+    """``strides``: bytes from block to block of each layer; empty: its tensor's."""
     first, step = [], []
-    for layer, tensor in enumerate(tensors, first_layer):
-        offset, stride = tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
+    own = strides or [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+    for layer, (tensor, stride) in enumerate(zip(tensors, own, strict=True), first_layer):
+        offset = tensor.data_ptr() - base
         if offset % page_bytes or stride % page_bytes:
             raise ConfigError(
                 f"layer {names[layer]} lies at byte {offset}, stride {stride}: not on pages of {page_bytes}"

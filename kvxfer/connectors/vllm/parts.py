@@ -27,18 +27,18 @@ _CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class PartGrant:
-    """A part's pages in one storage: ``count`` pages a layer."""
+    """A part's pages in one storage. ``ends``: how many of them are its first layer's, its first two layers', and so
+    on."""
 
     grant: Grant
     first_layer: int
-    layers: int
-    count: int
+    ends: tuple[int, ...]
 
     def announce(self, layers: int) -> None:
         """So many of the model's layers are written. Raises GrantGoneError's kinds."""
-        own = min(layers - self.first_layer, self.layers)
+        own = min(layers - self.first_layer, len(self.ends))
         if own > 0:
-            self.grant.ready(own * self.count, layers=own, complete=own == self.layers)
+            self.grant.ready(self.ends[own - 1], layers=own, complete=own == len(self.ends))
 
 
 def announce(parts: list[PartGrant], layers: int) -> None:
@@ -101,7 +101,7 @@ class Granting:
                 blocks=len(blocks),
             )
             grant.on_ended(functools.partial(_ended, grant, span, on_ended))
-            granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
+            granted.append(PartGrant(grant, store.first_layer, store.ends(blocks)))
         return granted
 
 

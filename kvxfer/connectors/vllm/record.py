@@ -21,6 +21,7 @@ from kvxfer.connectors.common.checkpoint import (
 )
 from kvxfer.connectors.common.file_digests import FileChanged, shared_cache, stamps_of
 from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
+from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
 from kvxfer.rpc.convert import POOLS_MAX
@@ -38,10 +39,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 PROCESSOR_BYTES_MAX = 1 << 24
 
 
-def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> CompatibilityRecord:
+def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages: Pages) -> CompatibilityRecord:
     """The record of this rank, but for its weights: those are not known yet. Raises ConfigError for a model whose KV
     cache kvxfer cannot move."""
-    check_groups(kv_cache_config)
     check_scales(vllm_config.cache_config)
     check_parallel(vllm_config.parallel_config)
     check_pages(pages, kv_cache_config.num_blocks)
@@ -56,11 +56,12 @@ def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> Compati
         layers=len(pages.layers),
         kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_dim=model.get_head_size(),
-        block_tokens=cache.block_size,
+        block_tokens=groups.block_tokens,
         axes=axes_of(_layout(cache), pages),
         packing=packing,
         rope="config",
         attention_backend=backend,
+        groups=groups.to_text(pages.layers),
     )
 
 
@@ -79,20 +80,12 @@ def axes_of(layout: str, pages: Pages) -> str:
     return f"page:{layout}" if len(pages.stores) == 1 else f"page:{layout}:{layers}"
 
 
-def check_groups(kv_cache_config: Any) -> None:
-    """Raise ConfigError unless all layers share one block table. Of which kinds of cache, `limits.check_transferable`
-    has judged before."""
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(f"kvxfer does not move hybrid models yet: this one has {groups} KV cache groups")
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):  # loads begin before vLLM does that
-        raise ConfigError("kvxfer does not move KV caches whose blocks vLLM zeroes (mixed precision) yet")
-
-
 def check_pages(pages: Pages, blocks: int) -> None:
     """Raise ConfigError where a device's pages are not vLLM's blocks: other attention backends cut them otherwise."""
+    if pages.cuda_device is None or any(store.group is not None for store in pages.stores):
+        return
     found, wanted = sum(store.page_count for store in pages.stores), blocks * len(pages.layers)
-    if pages.cuda_device is not None and not wanted <= found < 2 * wanted:
+    if not wanted <= found < 2 * wanted:
         raise ConfigError(
             f"this attention backend cuts the KV cache into {found} pages, not one a layer for each of {blocks} blocks"
         )

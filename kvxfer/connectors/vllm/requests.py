@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvxfer.connectors.common.ids import content_of
-from kvxfer.connectors.vllm.params import DecodeLeg
-from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt, Report, Standing
+from kvxfer.connectors.vllm.groups import KvGroups, Sequenced
+from kvxfer.connectors.vllm.params import Declined, DecodeLeg
+from kvxfer.connectors.vllm.steps import LoadOrder, Open, RemotePrompt, Report, Standing, WaitOrder
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.types import TransferId
 
 NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
@@ -19,18 +21,20 @@ NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 
 @dataclasses.dataclass
 class Prefill:
-    """A request whose prompt another engine will fetch. ``total``: how many blocks the prompt has."""
+    """A request whose prompt another engine will fetch: the first ``tokens`` tokens of it, which are the blocks of
+    ``sequence``; no blocks: it is not kept."""
 
     request: Any
     transfer_id: TransferId
     reader: str | None
-    total: int
+    tokens: int
+    sequence: Sequenced
     content_digest: bytes
     traceparent: str | None
-    table: list[int] = dataclasses.field(default_factory=list)
-    """The block ids that vLLM gave it."""
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
+    """The block ids that vLLM gave it, by group."""
     blocks: int = 0
-    """How many blocks of ``table`` were announced to the worker half as computed."""
+    """How many blocks of ``sequence`` were announced to the worker half as computed."""
     is_open: bool = False
     """Whether the worker half grants its blocks while they are computed."""
     adapter: str = ""
@@ -41,6 +45,13 @@ class Prefill:
     """The worker half knows that it waits: other engines may know its transfer id."""
     why_unknown: str | None = None
     """Why it is unknown which weights or adapter it is computed with; such a prompt is not kept."""
+    refusal: Declined | None = None
+    """Why the request is one whose prompt is not kept."""
+
+    @property
+    def total(self) -> int:
+        """How many blocks the prompt has."""
+        return len(self.sequence)
 
 
 @dataclasses.dataclass
@@ -110,10 +121,53 @@ def gauges_of(decodes: Iterable[Decode], blocks_unread: int) -> Gauges:
     return Gauges(unknown, queued, granted, blocks_unread)
 
 
-def contents_of(request: Any, ranks: int, adapter: str) -> bytes:
-    """What a prompt's blocks depend on: the tokens, the LoRA adapter, and images and the like, which have equal
-    placeholders. Embeddings instead of tokens are not compared: such prompts are neither kept nor fetched."""
-    ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
+def wait_of(decode: Decode, grant_wait_s: float) -> WaitOrder:
+    """The order to wait until its source begins the prompt: as long as its leg says, else ``grant_wait_s``."""
+    leg = decode.leg
+    timeout_s = grant_wait_s if leg.timeout_s is None else leg.timeout_s
+    return WaitOrder(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s)
+
+
+def open_of(prefill: Prefill) -> Open:
+    """The order that opens it."""
+    return Open(
+        prefill.request.request_id,
+        prefill.transfer_id,
+        prefill.reader,
+        prefill.total,
+        prefill.content_digest,
+        prefill.traceparent,
+    )
+
+
+def why_not_kept(groups: KvGroups, request: Any) -> Declined | None:
+    """Why a prompt cannot be kept, though it is computed here: with each token after the prompt, vLLM gives away what a
+    window has left behind, and overwrites states."""
+    if not groups.forgets:
+        return None
+    if getattr(request, "max_tokens", 1) != 1:
+        text = "a prefill leg of a model with sliding windows, chunks or states must have max_tokens 1"
+        return Declined(InvalidArgumentError.code, text)
+    if getattr(request, "skip_reading_prefix_cache", False):
+        text = "what a prompt's last token depends on is not kept where prompt_logprobs need that token too"
+        return Declined(InvalidArgumentError.code, text)
+    return None
+
+
+def drop_last_token(request: Any) -> None:
+    """Make a prefill leg compute all but the last token of its prompt, where vLLM forgets. The reader computes that
+    token: from the state before it, and with the first block of its window, which vLLM may give away once the token is
+    computed. vLLM samples another token then; a prefill leg's answer has no reader."""
+    request.prompt_token_ids = request.prompt_token_ids[:-1]  # the front end may have the same list
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+
+
+def contents_of(request: Any, tokens: int, ranks: int, adapter: str) -> bytes:
+    """What the blocks of a prompt's first ``tokens`` tokens depend on: these tokens, the LoRA adapter, and images and
+    the like, which have equal placeholders. Embeddings instead of tokens are not compared: such prompts are neither
+    kept nor fetched."""
+    ids = (request.prompt_token_ids or ())[:tokens]
     beside = [adapter]
     for feature in getattr(request, "mm_features", None) or ():
         beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]

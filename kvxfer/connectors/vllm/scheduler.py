@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvxfer.connectors.common.ids import blocks_for
+from kvxfer.connectors.vllm.groups import NULL_BLOCK, KvGroups
 from kvxfer.connectors.vllm.kept_prompts import KeptPrompts
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import Declined, DecodeLeg, PrefillLeg, declined, handed_over, parse, trace_of
@@ -25,11 +25,15 @@ from kvxfer.connectors.vllm.requests import (
     about,
     account,
     contents_of,
+    drop_last_token,
     gauges_of,
     load_of,
     not_tried,
+    open_of,
     remote,
+    wait_of,
     whole,
+    why_not_kept,
 )
 from kvxfer.connectors.vllm.steps import (
     Accept,
@@ -63,7 +67,7 @@ class SchedulerHalf:
         self,
         options: ConnectorOptions,
         *,
-        block_tokens: int,
+        groups: KvGroups,
         agents: tuple[str, ...],
         mint: Callable[[], TransferId],
         adapter_fingerprint: Callable[[Any], str],
@@ -75,7 +79,7 @@ class SchedulerHalf:
         """``will_fail``: vLLM fails requests whose prompts could not be fetched, and does not compute them."""
         self._will_fail = will_fail
         self._options = options
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._agents = agents
         self._incarnations: tuple[Incarnation, ...] = ()
         self._agent_metadata: tuple[str, ...] = ()
@@ -153,8 +157,8 @@ class SchedulerHalf:
         decode.computed = computed
         return None if decode.is_waiting else decode.tokens - computed
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
-        """vLLM gave it the blocks ``block_ids``, for ``external`` tokens from elsewhere too."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+        """vLLM gave it blocks, for ``external`` tokens from elsewhere too. ``tables``: one a group."""
         self._offered.discard(request.request_id)
         decode = self._decodes.get(request.request_id)
         if decode is None or decode.is_settled or decode.is_loading:
@@ -163,21 +167,25 @@ class SchedulerHalf:
             self._release(decode)
             return
         decode.cached = decode.computed
-        first = decode.computed // self._block_tokens
         end = decode.computed + external
-        blocks = tuple(block_ids[first : blocks_for(end, self._block_tokens)])
+        sequence = self._groups.sequence(end)
+        first = sequence.full_after(decode.computed)
+        blocks = sequence.numbers(tables, first)
+        if blocks is None:
+            raise AssertionError(f"vLLM gave request {request.request_id} no blocks for tokens that it is to load")
         decode.is_loading = True
         has_direct = decode.leg.tokens is not None and end == decode.tokens
         self._loads.append(load_of(decode, first, blocks, has_direct=has_direct))
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request is over. Returns whether its blocks must stay, and the answer for the client."""
-        stays, answer = self._finished(request, block_ids)
-        if block_ids and not stays:
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over, and has the blocks of ``tables``, one table a group. Returns whether its blocks must
+        stay, and the answer for the client."""
+        stays, answer = self._finished(request, tables)
+        if any(tables) and not stays:
             self._held.freed()
         return stays, answer
 
-    def _finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def _finished(self, request: Any, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         self._register(request)
         self._invalid.discard(request.request_id)
         refusal = self._declined.pop(request.request_id, None)
@@ -198,17 +206,17 @@ class SchedulerHalf:
         if prefill.why_unknown is not None:
             self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
             return False, declined(prefill.transfer_id, WeightsUnknownError.code, prefill.why_unknown)
-        is_computed = request.status.name in COMPUTED and len(block_ids) >= prefill.total > 0
-        if not is_computed:
+        if prefill.refusal is not None:
+            return False, declined(prefill.transfer_id, prefill.refusal.code, prefill.refusal.text)
+        blocks = prefill.sequence.numbers(tables) if request.status.name in COMPUTED else None
+        if not blocks:
             self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
             return False, None
-        blocks = tuple(block_ids[: prefill.total])
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content_digest, traceparent))
-        self._held.keep(name, len(block_ids), is_read=prefill.is_read)
-        tokens = request.num_prompt_tokens - 1
+        self._held.keep(name, sum(len(table) - table.count(NULL_BLOCK) for table in tables), is_read=prefill.is_read)
         known = (self._incarnations, self._agent_metadata)
-        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, *known)
+        return True, handed_over(transfer_id, self._agents, name, prefill.tokens, traceparent, *known)
 
     # --- what a step is ---
 
@@ -226,14 +234,13 @@ class SchedulerHalf:
             elif prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
                 self._close(prefill, "the source needed the blocks for older requests", will_resume=True)
         for new in output.scheduled_new_reqs:
-            self._step(new.req_id, new.block_ids[0], new.num_computed_tokens, output, opens, chunks, is_new=True)
+            self._step(new.req_id, new.block_ids, new.num_computed_tokens, output, opens, chunks, is_new=True)
         for index, request_id in enumerate(cached.req_ids):
             if request_id not in self._prefills:
                 continue
             added = cached.new_block_ids[index]
-            blocks = () if added is None else added[0]
             computed = cached.num_computed_tokens[index]
-            self._step(request_id, blocks, computed, output, opens, chunks, is_new=request_id in resumed)
+            self._step(request_id, added or (), computed, output, opens, chunks, is_new=request_id in resumed)
         ahead = {name for name, one in self._decodes.items() if not (one.is_settled or one.is_loading)}
         revoke = self._take_back(output.total_num_scheduled_tokens > 0)
         waiting = {decode.request_id for decode in self._decodes.values() if decode.is_waiting}
@@ -350,7 +357,7 @@ class SchedulerHalf:
         adapter = self._adapter(request)
         why = self._weights_why() or why_unknown(adapter)
         if isinstance(leg, DecodeLeg):
-            content_digest = contents_of(request, len(leg.sources), adapter)
+            content_digest = contents_of(request, tokens, len(leg.sources), adapter)
             decode = Decode(request, leg, request_id, tokens, content_digest, traceparent, adapter=adapter)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
@@ -367,35 +374,31 @@ class SchedulerHalf:
                 )
                 self._release(decode)
             elif leg.tokens is None and tokens > 0:
-                self._wait(decode)
+                decode.is_waiting = True  # until its source begins the prompt
+                self._waits.append(wait_of(decode, self._options.grant_wait_s))
         elif isinstance(leg, PrefillLeg):
-            transfer_id, reader, total = (
-                leg.transfer_id or self._mint(),
-                leg.reader,
-                blocks_for(tokens, self._block_tokens),
-            )
-            if any(other.transfer_id == transfer_id for other in self._prefills.values()):
-                reader, total = None, 0  # several answers to one prompt: the first keeps it
-            if not is_known:
-                total = 0
-            content_digest = contents_of(request, len(self._agents), adapter)
+            refusal = why_not_kept(self._groups, request)
+            transfer_id = leg.transfer_id or self._mint()
+            is_first = all(other.transfer_id != transfer_id for other in self._prefills.values())
+            is_kept = is_known and is_first and refusal is None  # of several answers to one prompt, the first keeps it
+            if is_kept and tokens > 0 and self._groups.forgets:
+                drop_last_token(request)
+            reader = leg.reader if is_first else None
+            content_digest = contents_of(request, tokens, len(self._agents), adapter)
+            sequence = self._groups.sequence(tokens if is_kept else 0)
             prefill = self._prefills[request_id] = Prefill(
-                request, transfer_id, reader, total, content_digest, traceparent, adapter=adapter, why_unknown=why
+                request, transfer_id, reader, tokens, sequence, content_digest, traceparent, adapter=adapter
             )
-            if leg.transfer_id is not None and total > 0:
+            prefill.why_unknown, prefill.refusal = why, refusal
+            if leg.transfer_id is not None and (prefill.total > 0 or refusal is not None):
                 self._accept(prefill)
-
-    def _wait(self, decode: Decode) -> None:
-        """Make the request wait until its source begins the prompt."""
-        leg = decode.leg
-        timeout_s = self._options.grant_wait_s if leg.timeout_s is None else leg.timeout_s
-        decode.is_waiting = True
-        self._waits.append(WaitOrder(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
 
     def _accept(self, prefill: Prefill) -> None:
         """Let other engines ask for the prompt. If it will not be kept, tell them, so that they do not wait for it."""
         prefill.is_accepted = True
-        if prefill.why_unknown is None:
+        if prefill.refusal is not None:
+            self._close(prefill, prefill.refusal.text, will_resume=False, code=prefill.refusal.code)
+        elif prefill.why_unknown is None:
             self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
         else:
             self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
@@ -415,7 +418,7 @@ class SchedulerHalf:
     def _step(
         self,
         request_id: str,
-        blocks: Sequence[int],
+        added: Sequence[Sequence[int]],
         computed: int,
         output: Any,
         opens: list[Open],
@@ -424,7 +427,7 @@ class SchedulerHalf:
         is_new: bool,
     ) -> None:
         """Blocks of one prompt that are final after this step, including those that vLLM found in its prefix cache:
-        another prompt of this step may be writing them."""
+        another prompt of this step may be writing them. ``added``: the blocks that each group got."""
         prefill = self._prefills.get(request_id)
         if prefill is not None and is_new and prefill.why_unknown is None:
             prefill.why_unknown = self._why_stale(prefill.request, computed)
@@ -432,27 +435,23 @@ class SchedulerHalf:
             return
         if prefill.why_unknown is not None:
             return
-        prefill.table = list(blocks) if is_new else prefill.table + list(blocks)
+        if is_new:
+            prefill.tables = [list(blocks) for blocks in added]
+        else:
+            for table, blocks in zip(prefill.tables, added, strict=False):
+                table += blocks
         if not prefill.is_open:
             prefill.is_open = True
             prefill.blocks = 0
-            opens.append(
-                Open(
-                    request_id,
-                    prefill.transfer_id,
-                    prefill.reader,
-                    prefill.total,
-                    prefill.content_digest,
-                    prefill.traceparent,
-                )
-            )
+            opens.append(open_of(prefill))
         after = computed + output.num_scheduled_tokens[request_id]
         if after >= prefill.request.num_prompt_tokens:
-            done = prefill.total
+            done = prefill.sequence.kept
         else:  # its last token, which the reader computes itself, may be written to the last block by another step
-            done = min(prefill.total, after // self._block_tokens)
-        if done > prefill.blocks:
-            chunks.append(ComputedBlocks(request_id, tuple(prefill.table[prefill.blocks : done])))
+            done = prefill.sequence.full_after(after)
+        final = prefill.sequence.numbers(prefill.tables, prefill.blocks, done) if done > prefill.blocks else None
+        if final is not None:
+            chunks.append(ComputedBlocks(request_id, final))
             prefill.blocks = done
 
     def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevokedError.code) -> None:

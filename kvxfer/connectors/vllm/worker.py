@@ -67,13 +67,16 @@ class WorkerHalf:
         ranks: int,
         new_agent: Callable[[WorkerInfo], Agent],
         max_context_tokens: int = 0,
+        groups: Sequence[Sequence[str]] = (),
+        blocks: int = 0,
         weights: Weights | None = None,
         loaded: Loaded = LOADED,
         events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
-        """``max_context_tokens`` of the engine tells routers which requests it can hold; 0: unknown. ``weights``: the
-        watcher of its weights; ``None``: what ``make_record`` says is final. ``events(device)`` is called if the KV
-        cache is on a CUDA device."""
+        """``max_context_tokens`` of the engine tells routers which requests it can hold; 0: unknown. ``groups``: the
+        layers of each KV group of an engine with ``blocks`` blocks; empty: all are of one group that keeps every token.
+        ``weights``: the watcher of its weights; ``None``: what ``make_record`` says is final. ``events(device)`` is
+        called if the KV cache is on a CUDA device."""
         self._options = options
         self._make_record = make_record
         self._model = model
@@ -81,6 +84,7 @@ class WorkerHalf:
         self._ranks = ranks
         self._new_agent = new_agent
         self._max_context_tokens = max_context_tokens
+        self._groups, self._blocks = groups, blocks
         self._weights = weights
         self._loaded = loaded
         self._pools: tuple[Pool, ...] = ()
@@ -114,7 +118,7 @@ class WorkerHalf:
 
         Raises ConfigError for a cache that cannot be moved, and what entering an agent raises.
         """
-        pages = Pages.of(caches)
+        pages = Pages.of(caches, self._groups, self._blocks)
         if pages.cuda_device is not None and self._options.record_digests:
             raise ConfigError("record_digests reads the host's memory: this KV cache is a CUDA device's")
         record = self._make_record(pages)

@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.record import check_groups, check_pages
+from kvxfer.connectors.vllm.record import check_pages
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.errors import ConfigError
 from tests.support import child
@@ -53,13 +53,6 @@ def test_pages_that_are_not_vllms_blocks_are_refused() -> None:
     for blocks in (BLOCKS * 2, BLOCKS // 2):
         with pytest.raises(ConfigError, match=f"{LAYERS * BLOCKS} pages"):
             check_pages(pages(), blocks)
-
-
-def test_blocks_that_vllm_zeroes_are_refused() -> None:
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace())
-    check_groups(SimpleNamespace(kv_cache_groups=[group], needs_kv_cache_zeroing=False))
-    with pytest.raises(ConfigError, match="zeroes"):
-        check_groups(SimpleNamespace(kv_cache_groups=[group], needs_kv_cache_zeroing=True))
 
 
 def test_digests_of_device_memory_are_refused() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 
 from kvxfer.connectors.common.ids import blocks_for
+from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, Standing, StepOrders
@@ -38,7 +39,7 @@ class Engine:
         self.name, self.world = name, world
         self.half = SchedulerHalf(
             ConnectorOptions.from_config(role, name, extra),
-            block_tokens=BLOCK,
+            groups=KvGroups.plain(BLOCK),
             agents=(name,),
             mint=lambda: TransferId(bytes(16)),
             adapter_fingerprint=str,
@@ -90,7 +91,7 @@ class Engine:
                 if need > self.free:
                     break
                 self.take(request, need)
-                self.half.allocated(request, list(range(1, need + 1)), count)
+                self.half.allocated(request, [list(range(1, need + 1))], count)
                 if count:
                     self.loading[request.request_id] = self.waiting.popleft()
                     continue
@@ -116,7 +117,7 @@ class Engine:
     def finish(self, request: Request) -> None:
         del self.running[request.request_id]
         request.status = Status.FINISHED_LENGTH_CAPPED
-        is_kept, answer = self.half.finished(request, list(range(1, self.blocks[request.request_id] + 1)))
+        is_kept, answer = self.half.finished(request, [list(range(1, self.blocks[request.request_id] + 1))])
         self.ended_at[request.request_id] = self.world.now_ns
         if not is_kept:
             self.give(request.request_id)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.agent import Delivery
+from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import ComputedBlocks, LoadOrder, StepOrders
 from kvxfer.connectors.vllm.wire import Release
@@ -30,7 +31,7 @@ from tests.support.vllm_connector.pair import (
 async def test_blocks_of_another_prompt_of_the_step_are_announced_once_written(p: Rank, d: Rank) -> None:
     """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
     p.memory[...] = 0xEE  # another prompt's
-    half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id, adapter_fingerprint=str)
+    half = SchedulerHalf(OPTIONS, groups=KvGroups.plain(4), agents=("p",), mint=new_id, adapter_fingerprint=str)
     for seed, name in enumerate("ab", 1):
         params = {"do_remote_decode": True, "transfer_id": str(new_id(seed)), "destination": {"agent_id": "d"}}
         half.on_new_request(

@@ -10,7 +10,6 @@ import pytest
 
 from kvxfer.connectors.vllm.record import (
     adapter_fingerprint,
-    check_groups,
     check_parallel,
     check_scales,
     config_fingerprint,
@@ -19,16 +18,6 @@ from kvxfer.connectors.vllm.record import (
 )
 from kvxfer.errors import ConfigError
 from kvxfer.types import why_unknown
-
-
-def test_layers_of_one_block_table_are_moved() -> None:
-    check_groups(SimpleNamespace(kv_cache_groups=[SimpleNamespace()]))
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-def test_models_of_several_block_tables_are_refused(groups: int) -> None:
-    with pytest.raises(ConfigError, match=f"{groups} KV cache groups"):
-        check_groups(SimpleNamespace(kv_cache_groups=[SimpleNamespace()] * groups))
 
 
 def test_a_rank_keeps_all_tokens_of_all_layers() -> None:

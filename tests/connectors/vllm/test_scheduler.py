@@ -27,7 +27,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert half.matched(request, 0) == 0
     assert step(half, {"r": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
     request.status = Status.FINISHED_LENGTH_CAPPED
-    is_kept, answer = half.finished(request, [1, 2, 3])
+    is_kept, answer = half.finished(request, [[1, 2, 3]])
     transfer_id = TransferId((1).to_bytes(16, "big"))
     assert is_kept
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, incarnations=incarnations)
@@ -42,20 +42,20 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
 def test_the_trace_of_a_request_goes_with_its_orders_and_with_what_is_handed_over() -> None:
     half, headers = new_half(), {"traceparent": TRACE}
     plain = Request("r", list(range(40)), PREFILL, Status.FINISHED_STOPPED, headers)
-    answer = half.finished(plain, [1, 2, 3])[1]
+    answer = half.finished(plain, [[1, 2, 3]])[1]
     assert answer is not None
     assert answer["traceparent"] == step(half).finishes[0].traceparent == TRACE
     half.on_new_request(Request("o", list(range(60)), concurrent("decode") | headers))
     assert [order.traceparent for order in step(half, {"o": ([1, 2, 3], 0, 48)}).opens] == [TRACE]
     decode = Request("d", list(range(40)), answer)
-    half.allocated(decode, [4, 5, 6], half.matched(decode, 0) or 0)
+    half.allocated(decode, [[4, 5, 6]], half.matched(decode, 0) or 0)
     assert [order.traceparent for order in step(half).loads] == [TRACE]
 
 
 def test_a_version_of_vllm_without_trace_headers_leaves_those_of_the_parameters() -> None:
     half, request = new_half(), Request("r", list(range(40)), PREFILL | {"traceparent": TRACE}, Status.FINISHED_STOPPED)
     del request.trace_headers
-    assert half.finished(SimpleNamespace(**vars(request), num_prompt_tokens=40), [1, 2, 3])[0]
+    assert half.finished(SimpleNamespace(**vars(request), num_prompt_tokens=40), [[1, 2, 3]])[0]
     assert step(half).finishes[0].traceparent == TRACE
 
 
@@ -64,7 +64,7 @@ def test_a_prompt_that_must_be_computed_here_is_not_fetched() -> None:
     request.skip_reading_prefix_cache = True
     half.on_new_request(request)
     assert half.matched(request, 0) == 0
-    half.allocated(request, [1, 2, 3], 0)
+    half.allocated(request, [[1, 2, 3]], 0)
     orders = step(half)
     assert (orders.loads, len(orders.releases)) == ((), 1)
 
@@ -83,7 +83,7 @@ def test_content_digest_depends_on_adapter_and_images() -> None:
             half, request = new_half(), Request("r", list(range(40)), params, lora_request=adapter, mm_features=images)
             half.on_new_request(request)
             half.stands([Standing("r", True, is_over=True)])
-            half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
+            half.allocated(request, [[1, 2, 3]], half.matched(request, 0) or 0)
             orders = step(half, {"r": ([1, 2, 3], 0, 40)})
             both += [order.content_digest for order in (*orders.opens, *orders.loads)]
         assert len(both) == 2
@@ -100,7 +100,7 @@ def test_embeddings_instead_of_tokens_are_computed_where_they_are_wanted(ids: li
     half.on_new_request(request)
     assert step(half, {"p": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
     request.status = Status.FINISHED_LENGTH_CAPPED
-    assert half.finished(request, [1, 2, 3]) == (False, None)
+    assert half.finished(request, [[1, 2, 3]]) == (False, None)
     assert [close.will_resume for close in step(half).closes] == [False]
     wanted = SimpleNamespace(**vars(embeds), request_id="d", kv_transfer_params=handed_over(ID, ("p",), "x", 39))
     half.on_new_request(wanted)
@@ -111,7 +111,7 @@ def test_embeddings_instead_of_tokens_are_computed_where_they_are_wanted(ids: li
 
 def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:
     half, request = new_half(), Request("r", [1], PREFILL, Status.FINISHED_STOPPED)
-    assert half.finished(request, [1]) == (False, None)
+    assert half.finished(request, [[1]]) == (False, None)
     assert step(half) == StepOrders()
 
 
@@ -144,14 +144,14 @@ def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
     assert [order.total for order in again.opens] == [4]
     assert [order.blocks for order in again.chunks] == [(5, 6, 7, 8)]
     request.status = Status.FINISHED_LENGTH_CAPPED
-    assert half.finished(request, [5, 6, 7, 8])[0]
+    assert half.finished(request, [[5, 6, 7, 8]])[0]
 
 
 def test_a_prefill_that_never_began_is_closed_when_it_ends() -> None:
     half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
     half.on_new_request(request)
     request.status = Status.FINISHED_ABORTED
-    assert half.finished(request, []) == (False, None)
+    assert half.finished(request, [[]]) == (False, None)
     assert [close.will_resume for close in step(half).closes] == [False]
 
 
@@ -160,7 +160,7 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     half.on_new_request(request)
     assert [keep.sources for keep in step(half).keeps] == [("p", "p.1")]
     assert half.matched(request, 16) == 32
-    half.allocated(request, [9, 8, 7, 6], 32)
+    half.allocated(request, [[9, 8, 7, 6]], 32)
     (load,) = step(half).loads
     assert (load.first, load.blocks, load.has_direct, load.content_digest) == (
         1,
@@ -168,12 +168,12 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
         True,
         content_of(range(48), 2, [""]),
     )
-    half.allocated(request, [9, 8, 7, 6], 0)
+    half.allocated(request, [[9, 8, 7, 6]], 0)
     half.reported([report("r", "")])
     half.received({"r"})
     assert half.matched(request, 0) == 0
     assert step(half) == StepOrders()
-    is_kept, answer = half.finished(request, [9, 8, 7, 6])
+    is_kept, answer = half.finished(request, [[9, 8, 7, 6]])
     assert not is_kept
     assert answer is not None
     assert answer["kvxfer"]["bytes"] == 7
@@ -184,12 +184,12 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
 def test_a_load_is_counted_once_when_all_its_ranks_have_said_how_it_ended(is_aborted: bool) -> None:
     half, request = new_half(), Request("r", list(range(49)), handed_over(ID, ("p", "p.1"), "x", 48))
     half.on_new_request(request)
-    half.allocated(request, [9, 8, 7, 6], half.matched(request, 0) or 0)
+    half.allocated(request, [[9, 8, 7, 6]], half.matched(request, 0) or 0)
     half.reported([report("r", "")])
     half.received(())
     assert half.take_ended() == []
     if is_aborted:
-        half.finished(request, [9, 8, 7, 6])
+        half.finished(request, [[9, 8, 7, 6]])
     half.reported([report("r", "checksum")])
     half.received({"r"})
     assert [(ended.code, ended.bytes, ended.seconds) for ended in half.take_ended()] == [("checksum", 14, 0.5)]
@@ -200,9 +200,9 @@ def test_a_full_local_hit_is_released() -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     half.on_new_request(request)
     assert half.matched(request, 32) == 0
-    half.allocated(request, [1, 2, 3], 0)
+    half.allocated(request, [[1, 2, 3]], 0)
     assert [remote.transfer_id for remote in step(half).releases] == [ID]
-    half.finished(request, [1, 2, 3])
+    half.finished(request, [[1, 2, 3]])
     assert step(half) == StepOrders()
 
 
@@ -221,7 +221,7 @@ def test_a_decode_that_ends_before_it_began_is_released(is_known: bool) -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     if is_known:
         half.on_new_request(request)
-    half.finished(request, [])
+    half.finished(request, [[]])
     assert len(step(half).releases) == 1
 
 
@@ -231,17 +231,17 @@ def test_of_several_requests_for_one_prompt_the_first_fetches_and_the_others_wai
     first, second = (Request(name, list(range(33)), params) for name in ("0_r", "1_r"))
     half.on_new_request(first)
     half.on_new_request(second)
-    half.allocated(first, [1, 2, 3], half.matched(first, 0) or 0)
+    half.allocated(first, [[1, 2, 3]], half.matched(first, 0) or 0)
     assert half.matched(second, 0) is None
     assert [load.request_id for load in step(half).loads] == ["0_r"]
     assert half.matched(second, 0) is None
     if is_aborted:
-        half.finished(first, [1, 2, 3])
+        half.finished(first, [[1, 2, 3]])
     else:
         half.received({"0_r"})
     assert half.matched(second, 16) == 0
-    half.allocated(second, [1, 4, 5], 0)
-    half.finished(second, [1, 4, 5])
+    half.allocated(second, [[1, 4, 5]], 0)
+    half.finished(second, [[1, 4, 5]])
     orders = step(half)
     assert (orders.loads, orders.releases) == ((), ())
 
@@ -255,16 +255,16 @@ def test_of_several_prefills_under_one_id_the_first_keeps_the_prompt() -> None:
     assert [begun.request_id for begun in orders.opens] == ["0_r"]
     for request in requests:
         request.status = Status.FINISHED_LENGTH_CAPPED
-    assert [half.finished(request, [1, 2, 3])[0] for request in requests] == [True, False]
+    assert [half.finished(request, [[1, 2, 3]])[0] for request in requests] == [True, False]
     assert [finish.request_id for finish in step(half).finishes] == ["0_r"]
 
 
 def test_an_abort_while_loading_cancels() -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     half.on_new_request(request)
-    half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
+    half.allocated(request, [[1, 2, 3]], half.matched(request, 0) or 0)
     step(half)
-    assert half.finished(request, [1, 2, 3]) == (False, None)
+    assert half.finished(request, [[1, 2, 3]]) == (False, None)
     orders = step(half)
     assert (orders.cancels, orders.releases) == (("r",), ())
 
@@ -280,8 +280,8 @@ def test_parameters_without_sense_are_computed_here(caplog: pytest.LogCaptureFix
     half, request = new_half(), Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7})
     half.on_new_request(request)
     assert [half.matched(request, 0) for _ in range(3)] == [0, 0, 0]
-    half.allocated(request, [1, 2, 3], 0)
-    assert half.finished(request, [1, 2, 3]) == (False, None)
+    half.allocated(request, [[1, 2, 3]], 0)
+    assert half.finished(request, [[1, 2, 3]]) == (False, None)
     assert step(half) == StepOrders()
     assert len(caplog.records) == 1
     half.on_new_request(Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7}))
@@ -364,7 +364,7 @@ class Prefills(RuleBasedStateMachine):
         table, computed = self.tables.pop(name, []), self.computed.pop(name, 0)
         is_done = computed == request.num_prompt_tokens
         request.status = Status.FINISHED_LENGTH_CAPPED if is_done else Status.FINISHED_ABORTED
-        is_kept, _ = self.half.finished(request, table)
+        is_kept, _ = self.half.finished(request, [table])
         if is_kept:
             assert is_done
             self.kept[name] = table
@@ -409,6 +409,6 @@ def test_fewer_tokens_than_were_offered_are_fetched_from_where_they_begin() -> N
     half, request = new_half(), Request("r", list(range(65)), handed_over(ID, ("p",), "x", 64))
     half.on_new_request(request)
     assert half.matched(request, 16) == 48
-    half.allocated(request, [9, 8, 7, 6], 16)
+    half.allocated(request, [[9, 8, 7, 6]], 16)
     (load,) = step(half).loads
     assert (load.first, load.blocks, load.has_direct) == (1, (8,), False)

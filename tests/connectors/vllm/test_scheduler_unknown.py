@@ -27,13 +27,13 @@ def test_a_decode_leg_is_computed_here_and_says_why(what: str) -> None:
     request.lora_request = None if is_weights else POET
     half.on_new_request(request)
     assert half.matched(request, 0) == 0
-    half.allocated(request, [1, 2, 3], 0)
+    half.allocated(request, [[1, 2, 3]], 0)
     orders = step(half, {"r": ([1, 2, 3], 0, 40)})
     assert (orders.loads, orders.keeps) == ((), ())
     assert [remote.transfer_id for remote in orders.releases] == [ID]  # the source need not keep it
     (report,) = half.take_ended()
     request.status = Status.FINISHED_STOPPED
-    is_kept, answer = half.finished(request, [1, 2, 3])
+    is_kept, answer = half.finished(request, [[1, 2, 3]])
     assert not is_kept
     assert answer is not None
     text = WHY if is_weights else "LoRA adapter 'poet': changed"
@@ -50,7 +50,7 @@ def test_a_prefill_leg_is_not_kept_and_says_why(what: str) -> None:
     step(half, {"r": ([1, 2, 3], 0, 40)})
     request.status = Status.FINISHED_LENGTH_CAPPED
     text = WHY if is_weights else "LoRA adapter 'poet': changed"
-    assert half.finished(request, [1, 2, 3]) == (False, declined(FIRST, "weights_unknown", text))
+    assert half.finished(request, [[1, 2, 3]]) == (False, declined(FIRST, "weights_unknown", text))
     assert step(half).finishes == ()
 
 
@@ -60,7 +60,7 @@ def test_the_reader_of_a_prompt_that_is_not_kept_is_told_why() -> None:
     half.on_new_request(request)
     assert step(half, {"r": ([1, 2, 3], 0, 40)}).opens == ()
     request.status = Status.FINISHED_LENGTH_CAPPED
-    half.finished(request, [1, 2, 3])
+    half.finished(request, [[1, 2, 3]])
     assert step(half).closes == (Close("r", ID, WHY, False, "weights_unknown"),)
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_under_way_is_taken_back_when_weights_change() -> None:
     assert step(half, cached={"r": ([5], 64, 16)}).opens == ()
     request.status = Status.FINISHED_LENGTH_CAPPED
     whys.clear()  # it does not come back
-    assert half.finished(request, [1, 2, 3, 4, 5])[0] is False
+    assert half.finished(request, [[1, 2, 3, 4, 5]])[0] is False
 
 
 def test_a_prompt_whose_adapter_is_loaded_again_meanwhile_is_not_kept() -> None:
@@ -87,7 +87,7 @@ def test_a_prompt_whose_adapter_is_loaded_again_meanwhile_is_not_kept() -> None:
     step(half, {"r": ([1, 2, 3], 0, 40)})
     adapters["poet"] = "two"
     request.status = Status.FINISHED_LENGTH_CAPPED
-    is_kept, answer = half.finished(request, [1, 2, 3])
+    is_kept, answer = half.finished(request, [[1, 2, 3]])
     assert (is_kept, answer) == (
         False,
         declined(FIRST, "weights_unknown", "its LoRA adapter was loaded again meanwhile"),
@@ -118,7 +118,7 @@ def test_what_the_prefix_cache_has_of_an_adapter_whose_name_was_anothers_is_not_
     orders = step(half, {"r": ([1, 2, 3], cached, 40 - cached)})
     assert len(orders.opens) == (cached == 0)
     request.status = Status.FINISHED_LENGTH_CAPPED
-    is_kept, answer = half.finished(request, [1, 2, 3])
+    is_kept, answer = half.finished(request, [[1, 2, 3]])
     assert is_kept is (cached == 0)
     assert answer is not None
     assert ("another LoRA adapter had this name" in answer["kvxfer"].get("text", "")) is (cached > 0)
@@ -139,11 +139,11 @@ def test_prompt_that_its_source_declined_is_computed_here_with_the_reason() -> N
     request = Request("r", list(range(40)), declined(ID, "weights_unknown", WHY))
     half.on_new_request(request)
     assert half.matched(request, 0) == 0
-    half.allocated(request, [1, 2, 3], 0)
+    half.allocated(request, [[1, 2, 3]], 0)
     orders = step(half, {"r": ([1, 2, 3], 0, 40)})
     assert (orders.loads, orders.releases, orders.opens) == ((), (), ())
     request.status = Status.FINISHED_STOPPED
-    assert half.finished(request, [1, 2, 3]) == (False, {"kvxfer": {"code": "weights_unknown", "text": WHY}})
+    assert half.finished(request, [[1, 2, 3]]) == (False, {"kvxfer": {"code": "weights_unknown", "text": WHY}})
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"code": []}, {"code": {}}, {"code": "no such code"}, {"code": 1}])

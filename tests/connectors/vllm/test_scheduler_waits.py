@@ -38,7 +38,7 @@ def test_a_concurrent_decode_gets_no_blocks_before_the_grant(half: SchedulerHalf
         assert step(half) == StepOrders()
     half.stands([GRANTED])
     assert half.matched(request, 16) == 32
-    half.allocated(request, [9, 8, 7, 6], 32)
+    half.allocated(request, [[9, 8, 7, 6]], 32)
     orders = step(half)
     assert [(load.first, load.blocks, load.has_direct) for load in orders.loads] == [(1, (8, 7), False)]
     assert half.take_waited() == [0.5]
@@ -48,7 +48,7 @@ def test_a_leg_whose_source_has_computed_it_does_not_wait() -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     half.on_new_request(request)
     assert half.matched(request, 0) == 32
-    half.allocated(request, [1, 2, 3], 32)
+    half.allocated(request, [[1, 2, 3]], 32)
     assert step(half).waits == ()
 
 
@@ -70,12 +70,12 @@ def test_a_wait_that_ends_with_an_error_is_computed_here_and_says_why(half: Sche
     step(half)
     half.stands([GONE])
     assert half.matched(request, 0) == 0
-    half.allocated(request, [1, 2, 3, 4], 0)
+    half.allocated(request, [[1, 2, 3, 4]], 0)
     orders = step(half, {"r": ([1, 2, 3, 4], 0, 49)})
     assert (orders.loads, [remote.request_id for remote in orders.releases]) == ((), ["r"])
     assert [report.code for report in half.take_ended()] == ["peer_gone"]
     request.status = Status.FINISHED_STOPPED
-    _, answer = half.finished(request, [1, 2, 3, 4])
+    _, answer = half.finished(request, [[1, 2, 3, 4]])
     assert answer is not None
     values = {name: answer["kvxfer"][name] for name in ("code", "text", "seconds", "attempts")}
     assert values == {"code": "peer_gone", "text": "the engine made no step", "seconds": 11.0, "attempts": 0}
@@ -87,7 +87,7 @@ def test_where_vllm_fails_requests_a_wait_that_ended_is_a_load_that_fails() -> N
     step(half)
     half.stands([GONE])
     assert half.matched(request, 0) == 48
-    half.allocated(request, [1, 2, 3, 4], 48)
+    half.allocated(request, [[1, 2, 3, 4]], 48)
     orders = step(half)
     assert [(load.code, load.text) for load in orders.loads] == [("peer_gone", "the engine made no step")]
     assert [remote.request_id for remote in orders.releases] == ["r"]
@@ -106,7 +106,7 @@ def test_prompt_in_the_prefix_cache_is_not_awaited(half: SchedulerHalf) -> None:
     request = waiting(half)
     assert half.matched(request, 32) is None
     assert half.matched(request, 48) == 0
-    half.allocated(request, [1, 2, 3, 4], 0)
+    half.allocated(request, [[1, 2, 3, 4]], 0)
     orders = step(half)
     assert (orders.waits, [remote.request_id for remote in orders.releases]) == ((), ["r"])
 
@@ -114,11 +114,11 @@ def test_prompt_in_the_prefix_cache_is_not_awaited(half: SchedulerHalf) -> None:
 def test_a_request_that_is_aborted_and_back_in_one_step_is_kept_once(half: SchedulerHalf) -> None:
     first = waiting(half)
     first.status = Status.FINISHED_ABORTED
-    half.finished(first, [])
+    half.finished(first, [[]])
     assert step(half).keeps == ()  # it came and went
     waiting(half).status = Status.FINISHED_ABORTED
     step(half)
-    half.finished(Request("r", first.prompt_token_ids, None, Status.FINISHED_ABORTED), [])
+    half.finished(Request("r", first.prompt_token_ids, None, Status.FINISHED_ABORTED), [[]])
     waiting(half)
     orders = step(half)
     assert [[one.request_id for one in some] for some in (orders.releases, orders.keeps, orders.waits)] == [["r"]] * 3
@@ -128,7 +128,7 @@ def test_a_request_that_is_aborted_while_it_waits_is_let_go(half: SchedulerHalf)
     request = waiting(half)
     step(half)
     request.status = Status.FINISHED_ABORTED
-    assert half.finished(request, []) == (False, None)
+    assert half.finished(request, [[]]) == (False, None)
     assert [remote.request_id for remote in step(half).releases] == ["r"]
     half.stands([GRANTED])  # which comes late
     assert step(half) == StepOrders()
@@ -140,7 +140,7 @@ def test_of_several_answers_to_one_prompt_the_others_wait_for_the_first(half: Sc
     assert (half.matched(first, 0), half.matched(second, 0)) == (None, None)
     half.stands([dataclasses.replace(GRANTED, request_id="0_r")])
     assert (half.matched(first, 0), half.matched(second, 0)) == (48, None)
-    half.allocated(first, [1, 2, 3, 4], 48)
+    half.allocated(first, [[1, 2, 3, 4]], 48)
     assert half.matched(second, 0) is None
     half.received({"0_r"})
     assert half.matched(second, 48) == 0
@@ -159,7 +159,7 @@ def test_a_prompt_is_accepted_when_it_comes_and_withdrawn_when_it_ends_before(ha
     assert step(half).accepts == (Accept("r", ID),)
     assert step(half).accepts == ()
     request.status = Status.FINISHED_ABORTED
-    assert half.finished(request, []) == (False, None)
+    assert half.finished(request, [[]]) == (False, None)
     closes = step(half).closes
     assert [(close.transfer_id, close.will_resume, close.code) for close in closes] == [(ID, False, "grant_revoked")]
 
@@ -186,10 +186,10 @@ def test_gauges_say_how_it_stands_with_what_waits(half: SchedulerHalf) -> None:
     half.stands([GRANTED])
     assert half.take_gauges() == Gauges(0, 0, 1, 0)
     half.matched(request, 0)
-    half.allocated(request, [1, 2, 3, 4], 48)
+    half.allocated(request, [[1, 2, 3, 4]], 48)
     assert half.take_gauges() == Gauges(0, 0, 0, 0)
     prefill = Request("p", list(range(33)), PREFILL, Status.FINISHED_LENGTH_CAPPED)
-    half.finished(prefill, [5, 6, 7])
+    half.finished(prefill, [[5, 6, 7]])
     assert half.take_gauges() == Gauges(0, 0, 0, 3)
     half.read(["p"])
     assert half.take_gauges() == Gauges(0, 0, 0, 0)
@@ -201,7 +201,7 @@ def test_while_a_computed_prompt_has_no_blocks_and_nothing_runs_none_is_computed
     half: SchedulerHalf,
 ) -> None:
     kept = Request("k", list(range(33)), PREFILL, Status.FINISHED_LENGTH_CAPPED)
-    half.finished(kept, [1, 2, 3])
+    half.finished(kept, [[1, 2, 3]])
     request = waiting(half)
     half.stands([GRANTED])
     prefill = Request("p", list(range(33)), PREFILL)
@@ -210,6 +210,6 @@ def test_while_a_computed_prompt_has_no_blocks_and_nothing_runs_none_is_computed
     assert half.matched(request, 0) == 48
     step(half)  # vLLM had no blocks for it
     assert (half.matched(prefill, 0), half.matched(plain, 0)) == (None, 0)
-    half.allocated(request, [4, 5, 6, 7], half.matched(request, 0) or 0)
+    half.allocated(request, [[4, 5, 6, 7]], half.matched(request, 0) or 0)
     step(half)
     assert half.matched(prefill, 0) == 0

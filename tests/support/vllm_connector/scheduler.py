@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import StepOrders
@@ -57,7 +58,7 @@ def new_half(
     agents = ("me", "me.1")
     return SchedulerHalf(
         OPTIONS,
-        block_tokens=BLOCK,
+        groups=KvGroups.plain(BLOCK),
         agents=agents,
         mint=mint,
         adapter_fingerprint=lambda adapter: (adapters or {}).get(adapter.lora_path, f"of {adapter.lora_path}"),
