@@ -72,7 +72,7 @@ deep-tests: install
 	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/fuzz/test_corpus.py $(ARGS)'
 
 deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
-	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py $(ARGS)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py tests/vllm/test_hybrid_smoke.py $(ARGS)
 
 deep-wheel: wheel
 	@PART=$@ .ci/test-staged build/installed wheel $(WHEEL_SMOKE) $(ARGS)

@@ -56,6 +56,7 @@ PLACES = {
     "tests/sglang/test_load.py": "nightly",
     "tests/sglang/test_router.py": "nightly",
     "tests/vllm/": "nightly",
+    "tests/vllm/test_hybrid_smoke.py": "deep",
     "tests/vllm/test_smoke.py": "deep",
 }
 """The tier of the tests whose ids begin so; the longest beginning counts. One test, or one value of a parameter, that

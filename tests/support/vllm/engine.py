@@ -5,13 +5,17 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 "pause_s" is slept after each step, so that a test finds a prompt half computed.
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
-"free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
-collective_rpc); "add" may have "lora": {"id", "name", "path"}. Events: {"event": "ready"}, {"event": "first", "id"},
+"free" | "preempted" | "digests" | "busy" | "moved" | "nixl" | "groups" | "sent" | "arrived"}, {"op": "poison"},
+{"op": "zero", "group"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
+collective_rpc); "add" may have "lora": {"id", "name", "path"}, and "apart": the prompt's last token is
+computed as a decode engine does that was given the others, in an engine that has nothing else to do. Events:
+{"event": "ready"}, {"event": "first", "id"},
 {"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms", "cached"},
 {"event": "answer", "value"}.
 "loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "cached": tokens of the
 prompt that were not computed. "moved": what
-NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}.
+NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}. "groups", "sent", "arrived",
+"poison", "zero": `group_bytes.GroupBytes`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import selectors
 import sys
 import time
 from typing import Any
+
+from tests.support.vllm.group_bytes import GroupBytes
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints what it likes
@@ -58,19 +64,21 @@ class Driver:
         transfer = options["transfer"]
         self.pause_s = options["pause_s"]
         config = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
+        self.group_bytes = GroupBytes()
         llm = LLM(
-            dtype="float32",
             enforce_eager=True,
             seed=0,
             disable_log_stats=True,
-            **{"distributed_executor_backend": "uni", **options["llm"]},
+            **{"dtype": "float32", "distributed_executor_backend": "uni", **options["llm"]},
             **config,
         )
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.group_bytes.watch(self.scheduler, config=self.engine.vllm_config)
         self.begun: dict[str, float] = {}
         self.first: dict[str, float] = {}
         self.loaded: dict[str, float] = {}
+        self.apart: set[str] = set()
         self.preempted = 0
         self.moved = {"bytes": 0, "descriptors": 0, "seconds": 0.0}
         self.preempt = self.scheduler._preempt_request
@@ -119,10 +127,15 @@ class Driver:
 
         if command["op"] == "add":
             extra = {"kv_transfer_params": command["kv"]} if command.get("kv") else None
-            params = SamplingParams(temperature=0, max_tokens=command["n"], ignore_eos=True, extra_args=extra)
+            ids, is_apart = command["ids"], command.get("apart") and len(command["ids"]) > 1
+            tokens = command["n"] + is_apart
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
             self.begun[command["id"]] = time.perf_counter()
-            prompt = TokensPrompt(prompt_token_ids=command["ids"])
+            prompt = TokensPrompt(prompt_token_ids=ids[:-1] if is_apart else ids)
             self.engine.add_request(command["id"], prompt, params, lora_request=lora_of(command.get("lora")))
+            if is_apart:
+                self.apart.add(command["id"])
+                self.compute_all_but_last(ids[-1])
         elif command["op"] == "abort":
             self.engine.abort_request([command["id"]])
             tell(event="done", id=command["id"], tokens=[], kv=None, reason="abort", ms=0.0, first_ms=0.0)
@@ -131,10 +144,30 @@ class Driver:
         elif command["op"] == "rpc":
             self.engine.collective_rpc(command["method"])
             tell(event="answer", value=None)
+        elif command["op"] == "poison":
+            self.group_bytes.poison()
+        elif command["op"] == "zero":
+            self.group_bytes.zero(command["group"])
         elif command["op"] == "pause":
             self.pause_s = command["s"]
         else:
             tell(event="answer", value=self.answer(command["what"]))
+
+    def compute_all_but_last(self, last: int) -> None:
+        """The engine answers the prompt without its last token with just that token."""
+        runner = self.engine.model_executor.driver_worker.model_runner
+        sample = runner._sample
+
+        def sample_last(*arguments: Any) -> Any:
+            found = sample(*arguments)
+            found.sampled_token_ids.fill_(last)
+            return found
+
+        runner._sample = sample_last
+        [request] = self.scheduler.requests.values()
+        while not request.num_output_tokens:
+            self.engine.step()
+        runner._sample = sample
 
     def answer(self, what: str) -> Any:
         if what == "free":
@@ -145,6 +178,10 @@ class Driver:
             return self.scheduler.has_requests()
         if what == "moved":
             return self.moved
+        if what == "groups":
+            return self.group_bytes.groups()
+        if what in ("sent", "arrived"):
+            return getattr(self.group_bytes, what)
         if what == "nixl":
             return sys.modules["nixl._api"].__file__
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -163,7 +200,7 @@ class Driver:
             tell(
                 event="done",
                 id=request_id,
-                tokens=list(answer.token_ids),
+                tokens=list(answer.token_ids)[request_id in self.apart :],
                 kv=output.kv_transfer_params,
                 reason=answer.finish_reason,
                 ms=(now - begun) * 1e3,

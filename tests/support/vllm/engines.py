@@ -96,12 +96,15 @@ class Engine:
         kv: dict[str, Any] | None = None,
         request_id: str | None = None,
         lora: dict[str, Any] | None = None,
+        *,
+        apart: bool = False,
     ) -> str:
-        """Begin a request; its id, a new one unless it is given. ``lora``: its adapter's id, name and path."""
+        """Begin a request; its id, a new one unless it is given. ``lora``: its adapter's id, name and path.
+        ``apart``: the prompt's last token is computed as a decode engine does; this one has nothing else to do."""
         request_id = request_id or uuid.uuid4().hex
         self._done[request_id] = asyncio.get_running_loop().create_future()
         self._first[request_id] = asyncio.Event()
-        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv, lora=lora)
+        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv, lora=lora, apart=apart)
         return request_id
 
     async def wait(self, request_id: str, timeout_s: float = ANSWER_S) -> Answer:
@@ -147,6 +150,14 @@ class Engine:
     def pause(self, seconds: float) -> None:
         """Sleep so long after each step from now on."""
         self._send(op="pause", s=seconds)
+
+    def poison(self) -> None:
+        """Overwrite every block of its cache. Only while it is idle, and without a prefix cache."""
+        self._send(op="poison")
+
+    def zero(self, group: int) -> None:
+        """Zero what the running requests have in one KV cache group."""
+        self._send(op="zero", group=group)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
