@@ -23,7 +23,7 @@ ENDED_S = 60.0
 
 def figure(server: Server, name: str, *labels: str) -> float:
     """The sum of what its ``/metrics`` has of that name, and those labels."""
-    lines = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    lines = requests.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     found = [line for line in lines if line.startswith(name + "{") and all(label in line for label in labels)]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
