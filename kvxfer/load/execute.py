@@ -16,7 +16,7 @@ from kvxfer.load.artefacts import DiskFullError
 from kvxfer.load.drive.endpoint import first_model
 from kvxfer.load.drive.start import DriveProgress, DriveResult, StopFlag, drive
 from kvxfer.load.drive_aiperf import drive_aiperf
-from kvxfer.load.offered import at_rate, body_maker, with_warmup, workload_from
+from kvxfer.load.offered import at_rate, body_maker, is_timed, with_warmup, workload_from
 from kvxfer.load.options import ArrivalKind, DriveOptions, DriverKind, TargetOptions, WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
@@ -79,8 +79,8 @@ def execute(
     sent, and so without records.
     """
     offered = workload_from(plan.workload)
-    is_timed = offered_rate(plan.workload) is None
-    workload, begin_s = with_warmup(offered, plan.drive.warmup, 0.0 if is_timed else plan.workload.rate)
+    rate = offered_rate(plan.workload)
+    workload, begin_s = with_warmup(offered, plan.drive.warmup, rate or 0.0)
     target = plan.target
     if not target.model:
         target = dataclasses.replace(target, model=first_model(target))
@@ -116,7 +116,7 @@ def execute(
         window_s=window_of(records, begin_s, plan.workload.duration_s, is_whole=result.ended == "complete"),
         workload=_named(workload),
         source=workload.source,
-        offered_per_s=offered_rate(plan.workload),
+        offered_per_s=rate,
         point=dict(point or {}),
         settings={**settings, "generator": _generator(result)},
         ended="disk_full" if stopping.is_full else result.ended,
@@ -125,9 +125,9 @@ def execute(
 
 
 def offered_rate(options: WorkloadOptions) -> float | None:
-    """Requests per second that were asked for; None where the trace says when, or the rate changes."""
-    is_trace = options.arrival is ArrivalKind.TRACE or (options.arrival is None and bool(options.trace))
-    return None if is_trace or options.arrival is ArrivalKind.RAMP else options.rate
+    """Requests per second that were asked for; None where the trace says when, or the rate changes. Raises ConfigError
+    for a trace that cannot be read."""
+    return None if options.arrival is ArrivalKind.RAMP or is_timed(options) else options.rate
 
 
 def window_of(

@@ -69,13 +69,17 @@ def mean_rate(workload: Workload) -> float:
     return (len(timed) - 1) / span if span > 0 else 0.0
 
 
+def is_timed(options: WorkloadOptions) -> bool:
+    """Whether the trace says when its requests are due. Raises ConfigError for one that cannot be read."""
+    if options.trace and options.arrival is None:
+        return bool(_opened(options)[0].has_times)
+    return options.arrival is ArrivalKind.TRACE
+
+
 def at_rate(options: WorkloadOptions, rate: float) -> WorkloadOptions:
     """The options of the same workload with so many requests due per second: what has a rate gets that one (a ramp goes
     on in its proportion), and a trace that keeps its own times becomes so much faster or slower. Raises ConfigError."""
-    is_timed = options.arrival is ArrivalKind.TRACE
-    if options.trace and options.arrival is None:
-        is_timed = _opened(options)[0].has_times
-    if not is_timed:
+    if not is_timed(options):
         return dataclasses.replace(options, rate=rate, end_rate=options.end_rate * rate / options.rate)
     own = mean_rate(workload_from(dataclasses.replace(options, speedup=1.0, duration_s=0.0)))
     if not own:

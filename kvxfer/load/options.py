@@ -72,6 +72,8 @@ class TargetOptions:
             raise ConfigError(f"url has no valid port: {self.url!r:.200}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, not {self.url!r:.200}")
+        if self.ca_file and parts.scheme != "https":
+            raise ConfigError(f"ca_file is for https, and url is {self.url!r:.200}: leave it out, or use https")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,6 +200,8 @@ def _few(summary: RunSummary) -> RunVerdict | None:
         return None
     if not summary.due:
         return RunVerdict("too_few_requests", "No request was due in the window: there is nothing to judge.", False)
+    if not summary.attainment.low <= target <= summary.attainment.high:
+        return None  # few, and still enough to tell
     bounds = f"{summary.attainment.low:.1%} to {summary.attainment.high:.1%}"
     return RunVerdict(
         "too_few_requests",
@@ -221,7 +223,7 @@ def _failures(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
     failed = (record for record in run.counted if not record.is_good)
     commonest = max(summary.failed, key=lambda name: summary.failed[name])
     said = next((record.message for record in failed if error_of(record) == commonest and record.message), "")
-    words = f" The first {commonest} says: {said!r:.200}." if said else ""
+    words = f" The first {commonest} says: {said.removesuffix('.')!r:.200}." if said else ""
     return RunVerdict(
         "failures",
         f"{count} of {summary.due} requests failed ({names}). They count as not good, and as infinite.{words}",

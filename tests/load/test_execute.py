@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.errors import ConfigError
 from kvxfer.load.execute import EDGE_S, LoadPlan, offered_rate, window_of
 from kvxfer.load.options import ArrivalKind, TargetOptions, WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
@@ -73,6 +74,17 @@ def test_a_probe_of_a_trace_with_times_is_as_fast_as_its_rate_says(tmp_path: pat
     probe = plan.at_rate(4.0, 5, warmup=0, seed=5, salt="s")
     assert probe.workload.speedup == pytest.approx(2.0)
     assert probe.workload.requests == 5
+
+
+def test_a_trace_without_times_is_offered_at_the_rate(tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "prompts.jsonl"
+    trace.write_text('{"prompt": "one", "output_tokens": 3}\n' * 9)
+    assert offered_rate(WorkloadOptions(trace=str(trace), rate=3.0)) == 3.0
+
+
+def test_certificates_for_a_server_without_tls_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="ca_file is for https"):
+        TargetOptions(url="http://127.0.0.1:1", ca_file="ca.pem")
 
 
 def test_settings_name_no_enum_and_no_secret() -> None:

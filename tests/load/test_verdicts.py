@@ -141,9 +141,16 @@ def test_a_quantile_needs_requests_beyond_it(share: float, needed: int) -> None:
 
 
 def test_too_few_requests_are_told() -> None:
-    assert {*verdicts(run_of(even(99)))} == {"too_few_requests"}
+    assert {*verdicts(run_of(even(30)))} == {"too_few_requests"}
     assert verdicts(run_of(even(100))) == {}
     assert {*verdicts(run_of(even(100)), 0.99)} == {"too_few_requests"}
+
+
+def test_few_requests_that_are_enough_to_tell_are_not_told() -> None:
+    bad = even(40)
+    for record in bad[:30]:
+        record.error = "timeout"
+    assert "too_few_requests" not in verdicts(run_of(bad))
 
 
 def test_of_no_request_nothing_is_judged() -> None:

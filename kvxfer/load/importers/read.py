@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.load.artefacts import RUN_FILE
 from kvxfer.load.importers import aiperf, aiperf_raw, guidellm, inference_perf, vllm_bench
 from kvxfer.load.importers.fields import read_documents, read_lines
 from kvxfer.load.importers.made import name_apart
@@ -88,6 +89,8 @@ def join_router_log(runs: Sequence[LoadRun], path: pathlib.Path) -> int:
 def _file_of(path: pathlib.Path) -> pathlib.Path:
     if not path.is_dir():
         return path
+    if (path / RUN_FILE).is_file():
+        raise ConfigError(f"{path}: is a result of kvxfer load, not of another tool: use kvxfer load report")
     found = [path / name for name in IN_DIRECTORIES if (path / name).is_file()]
     if len(found) != 1:
         which = "none" if not found else "more than one"

@@ -61,7 +61,7 @@ def _mooncake_rows(lines: Iterable[str], output_tokens: int) -> Iterator[TraceRo
     for line, row in json_objects(lines):
         given = [name for name in ("input_length", "text_input", "messages") if row.get(name) is not None]
         if len(given) != 1:
-            raise TraceRowError(line, "", "a row must have one of input_length, text_input and messages", given)
+            raise TraceRowError(line, "", "a row must have one of input_length, text_input and messages", sorted(row))
         text: str | None = None
         if given == ["input_length"]:
             prompt = whole(line, "input_length", row["input_length"])
@@ -105,7 +105,7 @@ def _prompt_rows(lines: Iterable[str], output_tokens: int) -> Iterator[TraceRow]
     for line, row in json_objects(lines):
         given = [name for name in ("prompt", "messages") if row.get(name) is not None]
         if len(given) != 1:
-            raise TraceRowError(line, "", "a row must have either prompt or messages", given)
+            raise TraceRowError(line, "", "a row must have either prompt or messages", sorted(row))
         text = _text(line, given[0], row[given[0]])
         answer = output_tokens
         for field in ("output_tokens", "max_tokens"):
