@@ -120,6 +120,11 @@ def test_the_commonest_failure_is_told_in_the_servers_words() -> None:
     assert "\x1b" not in said, "a server's words may not steer a terminal"
 
 
+def test_a_servers_full_stop_is_not_doubled() -> None:
+    said = verdicts(run_of([failed(0, 0.0, message="The model is busy."), answered(1, 0.1)]))["failures"].sentence
+    assert said.endswith("says: 'The model is busy'.")
+
+
 def test_whole_answers_without_content_are_told_and_fail_nothing() -> None:
     """Real engines give them: each of its tokens was a special one, or a part of a character."""
     silent = answered(0, 0.0, first_s=None, last_s=None, chunks=0, longest_gap_s=None)
@@ -142,6 +147,7 @@ def test_a_quantile_needs_requests_beyond_it(share: float, needed: int) -> None:
 
 def test_too_few_requests_are_told() -> None:
     assert {*verdicts(run_of(even(30)))} == {"too_few_requests"}
+    assert verdicts(run_of(even(60))) == {}, "94 % to 100 % are all above the target"
     assert verdicts(run_of(even(100))) == {}
     assert {*verdicts(run_of(even(100)), 0.99)} == {"too_few_requests"}
 

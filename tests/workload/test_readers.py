@@ -126,6 +126,13 @@ def test_prompts_are_lines_or_json() -> None:
     assert [(r.text, r.output_tokens) for r in written.requests] == [("Why?", 3), ("Be brief.\nHow?", 64)]
 
 
+def test_a_row_without_a_prompt_shows_what_it_has_instead() -> None:
+    with pytest.raises(TraceRowError, match=r"not \['max_tokens', 'promt'\]"):
+        read_prompts(['{"promt": "Why?", "max_tokens": 3}'])
+    with pytest.raises(TraceRowError, match=r"not \['output_length', 'timestamp'\]"):
+        read_mooncake(['{"timestamp": 0, "output_length": 3}'])
+
+
 def test_rows_max_takes_the_first_rows_and_reads_no_further() -> None:
     def endless() -> Any:
         for number in range(10):
