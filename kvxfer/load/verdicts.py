@@ -29,6 +29,8 @@ ERRORS_TOLD = 8
 """Names in a sentence; a server may have one for each request."""
 OFFERED_SHARE = 0.05
 """So much less than the asked rate may be due before it is said."""
+STAMPED_SHARE = 0.01
+"""Of the requests sent. Each late stamp is of one request, so that fewer cannot move a 99th percentile."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -53,6 +55,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _ending(run),
         _late(run),
         _undelivered(run),
+        _stamped_late(run),
         _offered_less(run, summary),
         _backlog(steadiness),
         _worsening(steadiness),
@@ -101,6 +104,31 @@ def _late(run: LoadRun) -> RunVerdict | None:
         f"due, and at most {limit * 1e3:.1f} ms are allowed. The measured times contain the generator's own delay.",
         True,
     )
+
+
+def _stamped_late(run: LoadRun) -> RunVerdict | None:
+    """Of the native driver: how many arrivals its processes noted only once a body was made, and the longest of these
+    delays. What each of them was is not told.
+    """
+    uses = _told_uses(run)
+    late, sent = sum(use.get("stamps_late", 0) for use in uses), sum(use.get("sent", 0) for use in uses)
+    worst = max((use.get("worst_stamp_s", 0.0) for use in uses), default=0.0)
+    limit = lateness_limit_s(run.counted)
+    if late <= STAMPED_SHARE * sent or worst <= limit:
+        return None
+    return RunVerdict(
+        "stamps_late",
+        f"The generator noted {late} arrivals too late, as it was making a body when they came: by up to "
+        f"{worst * 1e3:.1f} ms, and {limit * 1e3:.1f} ms would be in order. TTFT and gaps of up to "
+        f"{min(late, sent)} of {sent} requests can be too long, or too short, by that. More processes, or shorter "
+        "prompts, make it less.",
+        False,
+    )
+
+
+def _told_uses(run: LoadRun) -> list[dict[str, Any]]:
+    generator = run.settings.get("generator")
+    return list(generator.get("processes", ())) if isinstance(generator, dict) else []
 
 
 def is_unsent(record: MeasuredRequest) -> bool:

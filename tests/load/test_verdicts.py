@@ -70,6 +70,23 @@ def test_sessions_that_come_up_slowly_offer_less_than_was_asked_for(duration_s: 
     assert "offered_less" not in verdicts(imported), "another tool's rate may be that of its sessions"
 
 
+@pytest.mark.parametrize(
+    ("late", "worst_s", "is_told"), [(11, 0.0021, True), (10, 0.5, False), (500, 0.0019, False), (0, 0.0, False)]
+)
+def test_arrivals_that_were_noted_too_late_are_told(late: int, worst_s: float, is_told: bool) -> None:
+    """More than one in a hundred requests, and by more than the generator may be late."""
+    uses = [
+        {"sent": 500, "stamps_late": late, "worst_stamp_s": worst_s},
+        {"sent": 500, "stamps_late": 0, "worst_stamp_s": 0.0},
+    ]
+    found = verdicts(run_of(even(), settings={"generator": {"processes": uses}}))
+    assert {*found} == ({"stamps_late"} if is_told else set())
+    if is_told:
+        assert not found["stamps_late"].is_failure
+        assert "noted 11 arrivals too late" in found["stamps_late"].sentence
+        assert "2.1 ms" in found["stamps_late"].sentence
+
+
 def test_two_percent_of_the_first_tokens_time_is_allowed() -> None:
     slow, fast = even(ttft_s=0.19), even(ttft_s=0.1)
     for record in slow + fast:
