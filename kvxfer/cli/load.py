@@ -108,7 +108,7 @@ def _search(args: argparse.Namespace, interrupts: CommandInterrupts) -> int:
             on_progress=shown.told(progress, "sending"),
             stop=interrupts.stop,
         )
-        verdicts, extra = [sought.verdict], sought.to_json()
+        verdicts, extra = [sought.verdict, *sought.findings], sought.to_json()
         ended = conclude.conclude(
             "search", sought.judged, directory, out, overall=verdicts, extra=extra, counts_runs=False
         )

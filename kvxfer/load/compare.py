@@ -66,11 +66,11 @@ class Comparison:
         for made in self.result.points:
             one = self.tested.get(made.point.name)
             if made.failure:
-                found.append(RunVerdict("point_failed", f"{made.point.name}: {made.failure}.", True))
+                found.append(RunVerdict("point_failed", f"{made.point.name}: {made.failure.removesuffix('.')}.", True))
             if one is not None and one.sought is not None:
-                verdict = one.sought.verdict
-                sentence = f"{made.point.name}: {verdict.sentence}"
-                found.append(dataclasses.replace(verdict, sentence=sentence))
+                for verdict in (one.sought.verdict, *one.sought.findings):
+                    sentence = f"{made.point.name}: {verdict.sentence}"
+                    found.append(dataclasses.replace(verdict, sentence=sentence))
         if self.result.is_interrupted:
             found.append(RunVerdict("interrupted", "The sweep was interrupted: points are missing.", True))
         return found

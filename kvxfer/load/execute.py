@@ -20,6 +20,7 @@ from kvxfer.load.offered import at_rate, body_maker, is_timed, with_warmup, work
 from kvxfer.load.options import ArrivalKind, DriveOptions, DriverKind, TargetOptions, WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
+from kvxfer.load.warmth import PREFIXES, prefixes_of
 from kvxfer.workload.request import Workload
 
 EDGE_S = 1e-6
@@ -109,7 +110,7 @@ def execute(
     )
     records.sort(key=lambda record: record.number)
     settings = dataclasses.replace(plan, target=target).settings
-    return LoadRun(
+    run = LoadRun(
         name=name,
         driver=plan.drive.driver.value,
         began_unix_s=result.began_unix_s or time.time(),
@@ -122,6 +123,9 @@ def execute(
         ended="disk_full" if stopping.is_full else result.ended,
         records=records,
     )
+    tokens_differ = plan.workload.token_high - plan.workload.token_low > 1
+    run.settings[PREFIXES] = prefixes_of(run, workload, tokens_differ=tokens_differ)
+    return run
 
 
 def offered_rate(options: WorkloadOptions) -> float | None:

@@ -18,7 +18,7 @@ from kvxfer.load.offered import workload_from
 from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
-from kvxfer.load.verdicts import RunVerdict
+from kvxfer.load.verdicts import CACHE_WAS_WARM, RunVerdict
 
 
 @dataclasses.dataclass
@@ -32,6 +32,18 @@ class SoughtRate:
     def verdict(self) -> RunVerdict:
         """The answer in a sentence; a failure where there is no rate."""
         return RunVerdict(self.result.reason or "rate", self.result.sentence, self.result.rate is None)
+
+    @property
+    def findings(self) -> list[RunVerdict]:
+        """What its probes say of the whole answer."""
+        warm = sum(verdict.name == CACHE_WAS_WARM for one in self.judged for verdict in one.verdicts)
+        if not warm:
+            return []
+        sentence = (
+            f"The server's prefix cache was warm in {warm} of {len(self.judged)} probes, so the rate is not that "
+            "of new prompts. A search with the same seed has the same prompts: give another --salt."
+        )
+        return [RunVerdict(CACHE_WAS_WARM, sentence, False)]
 
     def to_json(self) -> dict[str, Any]:
         """``crossing`` has what the report draws."""

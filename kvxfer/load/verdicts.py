@@ -17,6 +17,7 @@ from kvxfer.load.judge import RunSummary, error_of
 from kvxfer.load.record import NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity
+from kvxfer.load.warmth import warmth_of
 
 LATE_FLOOR_S = 0.002
 LATE_SHARE = 0.02
@@ -31,6 +32,7 @@ OFFERED_SHARE = 0.05
 """So much less than the asked rate may be due before it is said."""
 STAMPED_SHARE = 0.01
 """Of the requests sent. Each late stamp is of one request, so that fewer cannot move a 99th percentile."""
+CACHE_WAS_WARM = "cache_was_warm"
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -57,6 +59,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _undelivered(run),
         _stamped_late(run),
         _offered_less(run, summary),
+        _warm(run),
         _backlog(steadiness),
         _worsening(steadiness),
         _few(summary),
@@ -187,6 +190,20 @@ def _offered_less(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
         f"Less was due than was asked for: {summary.offered_per_s:.2f} of {asked:g} requests/s, and {later:.2f} in the "
         "second half. Sessions begin one after another, and their later turns come think times and answers after: a "
         "longer run, or a shorter think time, comes nearer to the rate.",
+        False,
+    )
+
+
+def _warm(run: LoadRun) -> RunVerdict | None:
+    found = warmth_of(run)
+    if found is None:
+        return None
+    loaded = " A decode engine that counts what it loaded as cached tells the same." if found.is_whole else ""
+    return RunVerdict(
+        CACHE_WAS_WARM,
+        f"The server's prefix cache was warm: it had {found.cached:.1%} of the prompt tokens of {found.answers} "
+        f"answers, and by what this run's prompts share it can have {found.explained:.1%} at most. A run before sent "
+        f"the same prompts: another --salt gives prompts that no cache has.{loaded}",
         False,
     )
 

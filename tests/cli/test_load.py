@@ -97,6 +97,22 @@ def test_the_same_seed_sends_the_same_requests(
     assert due[0] != due[2]
 
 
+@pytest.mark.deep
+def test_a_run_that_finds_the_cache_of_the_one_before_says_so(tmp_path: pathlib.Path) -> None:
+    """And so does a search, whose probes have salts of their own: a second one has the same."""
+    sent = ["--output-tokens=2", "--prompt-tokens=256", "--no-report"]
+    run = ["run", "--rate=100", "--requests=30", "--warmup=3", *sent]
+    search = ["search", "--start-rate=100", "--probes-max=1", "--probe-requests=100", "--goodput=ttft:5000", *sent]
+    with served(serve_command("--mock=--pace steps"), start_s=60.0) as cached:
+        for kind, words, runs in (("run", run, {"run"}), ("search", search, {"probe 1", ""})):
+            for name, salt in (("first", "one"), ("again", "one"), ("other", "two"))[: 3 if kind == "run" else 2]:
+                out = tmp_path / f"{kind}-{name}"
+                done = load(*words, f"--url={cached.url}", f"--salt={salt}", f"--out={out}", cwd=tmp_path)
+                found = {one["run"] for one in document(out)["verdicts"] if one["name"] == "cache_was_warm"}
+                assert found == (runs if name == "again" else set()), (out.name, done.stderr)
+                assert ("prefix cache was warm" in done.stdout) == (name == "again"), out.name
+
+
 def test_a_generator_that_cannot_keep_up_fails_the_run(service: StartedService, tmp_path: pathlib.Path) -> None:
     words = ["run", f"--url={service.url}", "--rate=100000", "--requests=1500", "--output-tokens=1", "--processes=1"]
     done = load(*words, "--out=out", "--no-report", cwd=tmp_path)
