@@ -38,6 +38,7 @@ CONNECTION_LOST = "connection_lost"
 DRIVER_LOST = "driver_lost"
 EMPTY_ANSWER = "empty_answer"
 NOT_FINISHED = "not_finished"
+STOPPED = "the run was stopped"
 TIMEOUT = "timeout"
 UNREACHABLE = "unreachable"
 

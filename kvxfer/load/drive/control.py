@@ -1,9 +1,9 @@
 """What the command's process and a sending process say to each other: lines over a socket pair.
 
 To the sender: ``g SECONDS`` (begin then, by the monotonic clock) and ``s`` (stop). From it: ``y`` (ready),
-``r RECORD``, ``p SENT`` (how many were sent so far), ``f TEXT`` (it cannot go on) and ``e {..}`` (it is done; its
-ProcessUse). Decides nothing. A sender never waits for the command's process: what the socket does not take stays in
-memory.
+``r RECORD``, ``p SENT`` (how many were sent so far), ``f TEXT`` (it cannot go on), ``u COUNT`` (so many of its requests
+were never sent, and have no record: it was told to stop) and ``e {..}`` (it is done; its ProcessUse). Decides nothing.
+A sender never waits for the command's process: what the socket does not take stays in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import socket
 from collections.abc import Iterator
 
-BEGIN, STOP, READY, RECORD, PROGRESS, FAILED, ENDED = b"g", b"s", b"y", b"r", b"p", b"f", b"e"
+BEGIN, STOP, READY, RECORD, PROGRESS, FAILED, UNSENT, ENDED = b"g", b"s", b"y", b"r", b"p", b"f", b"u", b"e"
 READ_BYTES = 1 << 18
 
 

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
@@ -82,6 +82,24 @@ def shares(workload: Workload, processes: int) -> list[list[WorkloadRequest]]:
             if request.session is not None:
                 places[request.session] = place
         found[place].append(request)
+    return found
+
+
+def due_times(
+    requests: Iterable[WorkloadRequest], mode: DispatchMode, now_s: float
+) -> list[tuple[float, WorkloadRequest]]:
+    """When requests that were never sent would have been due; they are in the workload's order. A turn that waits for
+    the turn before it: its think time after that one, or after now, as if answers took no time."""
+    found: list[tuple[float, WorkloadRequest]] = []
+    before: dict[int, float] = {}
+    for request in requests:
+        due_s = request.due_s
+        if due_s is None or (request.turn and mode is DispatchMode.THINK):
+            earlier_s = now_s if request.session is None else before.get(request.session, now_s)
+            due_s = max(earlier_s, now_s) + request.think_s
+        if request.session is not None:
+            before[request.session] = due_s
+        found.append((due_s, request))
     return found
 
 
@@ -159,6 +177,15 @@ class Schedule:
             waiting = self._next.pop(number, None)
             if waiting is not None:
                 yield from self._broken(waiting, now_s)
+
+    def clear(self) -> tuple[list[tuple[float, WorkloadRequest]], int]:
+        """Give up all that is left, of which the workload says when it would have been due. Returns the turns of which
+        it does not, since the turn before has ended, with their due times; and how many others there were."""
+        own = [(due_s, request) for due_s, _, request in self._heap if request.turn and request.due_s != due_s]
+        others = len(self._heap) + len(self._next) - len(own)
+        self._heap.clear()
+        self._next.clear()
+        return own, others
 
     def _broken(self, request: WorkloadRequest | None, end_s: float) -> Iterator[tuple[float, WorkloadRequest]]:
         due_s = end_s

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from kvxfer.errors import KvxferError
 from kvxfer.load.drive import control
-from kvxfer.load.drive.answer import NOT_FINISHED, TIMEOUT, UNREACHABLE
+from kvxfer.load.drive.answer import NOT_FINISHED, STOPPED, TIMEOUT, UNREACHABLE
 from kvxfer.load.drive.control import ControlLine, ProcessUse
 from kvxfer.load.drive.endpoint import LoadEndpoint
 from kvxfer.load.drive.schedule import BodyStore, Schedule, SharePlan
@@ -75,7 +75,7 @@ class Sender:
         """(when it was begun, number) in order; some have ended."""
         self._untold: collections.deque[MeasuredRequest] = collections.deque()
         self._latest_due_s = plan.span_s
-        self._sent = self._wakeups_late = self._stamps_late = 0
+        self._sent = self._unsent = self._wakeups_late = self._stamps_late = 0
         self._worst_wakeup_s = self._worst_stamp_s = self._told_s = self._progress_s = self._dial_s = 0.0
         self._line_events = select.EPOLLIN
         self._is_stopped = False
@@ -127,6 +127,7 @@ class Sender:
         while self._untold:
             self._tell()
         self._line.say(control.PROGRESS, b"%d" % self._sent)
+        self._line.say(control.UNSENT, b"%d" % self._unsent)
         self._line.say(control.ENDED, json.dumps(use.__dict__).encode())
         while self._line.has_unsent:
             self._line.flush()
@@ -268,10 +269,22 @@ class Sender:
 
     def _stop(self, error: str, message: str) -> None:
         """Nothing more is sent, and nothing more is waited for."""
-        now_s = self._now()
         self._is_stopped = True
+        now_s = self._now()
         for due_s, request in self._schedule.drop(now_s):
             self._leave(request, due_s, message)
+        self._abandon_all(error, message, now_s)
+
+    def _obey_stop(self) -> None:
+        """The same, where the command's process makes the records of what was never sent: there can be millions."""
+        self._is_stopped = True
+        own, unsent = self._schedule.clear()
+        self._unsent += unsent
+        for due_s, request in own:
+            self._leave(request, due_s, STOPPED)
+        self._abandon_all(NOT_FINISHED, STOPPED, self._now())
+
+    def _abandon_all(self, error: str, message: str, now_s: float) -> None:
         for sent in list(self._flying.values()):
             self._abandon(sent, error, message, now_s)
 
@@ -349,7 +362,7 @@ class Sender:
             elif kind == control.STOP:
                 if self.began_s == math.inf:
                     self.began_s = time.monotonic()
-                self._stop(NOT_FINISHED, "the run was stopped")
+                self._obey_stop()
         self._line.flush()
         self._watch_line()
 

@@ -23,13 +23,13 @@ from typing import Protocol
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.load.drive import control
-from kvxfer.load.drive.answer import DRIVER_LOST
+from kvxfer.load.drive.answer import DRIVER_LOST, STOPPED
 from kvxfer.load.drive.control import ControlLine, ProcessUse
 from kvxfer.load.drive.endpoint import LoadEndpoint, find
 from kvxfer.load.drive.process import run_process
-from kvxfer.load.drive.schedule import SharePlan, process_count, shares
+from kvxfer.load.drive.schedule import SharePlan, due_times, process_count, shares
 from kvxfer.load.options import DriveOptions, TargetOptions
-from kvxfer.load.record import MeasuredRequest
+from kvxfer.load.record import NOT_SENT, MeasuredRequest
 from kvxfer.workload.request import Workload, WorkloadRequest
 
 AHEAD_BYTES = 256 << 20
@@ -96,6 +96,8 @@ class _Child:
     is_ready: bool = False
     has_ended: bool = False
     sent: int = 0
+    unsent: int = 0
+    """Requests that it left without a record, since it was told to stop."""
 
 
 def drive(
@@ -258,6 +260,8 @@ class _Run:
                 self._tell(child, MeasuredRequest.from_json(text))
             elif kind == control.PROGRESS:
                 child.sent = int(text)
+            elif kind == control.UNSENT:
+                child.unsent = int(text)
             elif kind == control.READY:
                 child.is_ready = True
             elif kind == control.ENDED:
@@ -270,15 +274,16 @@ class _Run:
             self._lost(child)
 
     def _lost(self, child: _Child) -> None:
-        """The process is gone: what it did not tell has failed."""
+        """The process is gone: what it did not tell was not sent, where it said so of as many, and else is lost."""
         if not child.has_ended:
             which = f"{child.plan.process} (pid {child.process.pid})"
             self._end(DRIVER_LOST, f"sending process {which} ended before its requests")
+        is_unsent = child.has_ended and child.unsent == len(child.left)
+        error, message = (NOT_SENT, STOPPED) if is_unsent else (DRIVER_LOST, "its sending process ended")
         now_s = 0.0 if self._began_s is None else max(0.0, time.monotonic() - self._began_s)
-        for request in list(child.left.values()):
-            due_s = now_s + request.think_s if request.due_s is None else request.due_s
+        for due_s, request in due_times(child.left.values(), child.plan.mode, now_s):
             record = child.plan.record(request, due_s)
-            record.error, record.message = DRIVER_LOST, "its sending process ended"
+            record.error, record.message = error, message
             self._tell(child, record)
 
     def _tell(self, child: _Child, record: MeasuredRequest) -> None:

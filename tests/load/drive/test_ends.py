@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.load.drive.control import RECORD, ControlLine
 from kvxfer.load.drive.start import DriveProgress
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.workload.request import DispatchMode, Workload
@@ -92,6 +93,28 @@ def test_a_stop_before_the_beginning() -> None:
         result, records = driven(server.url, workload_of([0.0, 0.1, 5.0]), stop=stop, processes=2)
     assert [record.error for record in records] == ["not_sent"] * 3
     assert result.ended == "interrupted"
+
+
+def test_what_was_never_sent_is_told_by_its_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million records through the socket would take longer than a stop may."""
+    kinds: list[bytes] = []
+
+    def heard(line: ControlLine) -> Iterator[tuple[bytes, bytes]]:
+        for kind, text in own(line):
+            kinds.append(kind)
+            yield kind, text
+
+    own = ControlLine.heard
+    monkeypatch.setattr(ControlLine, "heard", heard)
+    workload = workload_of([0.0, 0.01, 0.02, *(1000.0 + number / 100 for number in range(20_000))])
+    with scripted() as server:
+        ended, records = stop_at_third(workload, server)
+    assert ended == "interrupted"
+    assert [record.number for record in records] == list(range(20_003))
+    assert {record.error for record in records[3:]} == {"not_sent"}
+    assert {record.message for record in records[3:]} == {"the run was stopped"}
+    assert [record.due_s for record in records[3:5]] == [1000.0, 1000.01]
+    assert kinds.count(RECORD) == 3
 
 
 def stop_at_third(workload: Workload, server: ScriptedServer) -> tuple[str, list[MeasuredRequest]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.load.drive.schedule import BodyStore, Schedule, process_count, shares
+from kvxfer.load.drive.schedule import BodyStore, Schedule, due_times, process_count, shares
 from kvxfer.workload.request import DispatchMode, Workload, WorkloadRequest
 from tests.support.load_server import sessions_of, workload_of
 
@@ -59,6 +59,13 @@ def test_a_broken_session_is_left() -> None:
     assert [(due_s, one.number) for due_s, one in schedule.ended(0, 8.0, is_good=False)] == [(10.0, 1), (12.0, 2)]
 
 
+def test_turns_that_nobody_sent_are_due_one_after_another() -> None:
+    session = [request(0, 9.0, 0), request(1, None, 0, 1, think_s=2.0), request(2, 10.0, 0, 2, think_s=3.0)]
+    for mode, expected in ((DispatchMode.THINK, [9.0, 11.0, 14.0]), (DispatchMode.TIMESTAMP, [9.0, 11.0, 10.0])):
+        assert [due_s for due_s, _ in due_times(session, mode, 5.0)] == expected
+    assert [due_s for due_s, _ in due_times(session[1:], DispatchMode.THINK, 20.0)] == [22.0, 25.0]
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     requests: list[WorkloadRequest] = []
@@ -83,7 +90,16 @@ def test_each_request_comes_exactly_once(workload: Workload, processes: int, dat
         while schedule.due_s < math.inf or flying:
             if data.draw(st.integers(0, 20)) == 0:
                 seen += flying
-                seen += [one.number for _, one in schedule.drop(now_s)]
+                if data.draw(st.booleans()):
+                    seen += [one.number for _, one in schedule.drop(now_s)]
+                else:
+                    told, others = schedule.clear()
+                    seen += [one.number for _, one in told]
+                    left = [one for one in share if one.number not in seen]
+                    assert len(left) == others
+                    due = due_times(left, workload.mode, now_s)
+                    seen += [one.number for _, one in due]
+                    assert all(one.due_s is not None or due_s >= now_s + one.think_s for due_s, one in due)
                 break
             if schedule.due_s < math.inf and (not flying or data.draw(st.booleans())):
                 due_s, one = schedule.take()
