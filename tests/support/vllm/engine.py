@@ -8,7 +8,8 @@ Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "
 "free" | "preempted" | "digests" | "busy" | "moved" | "nixl" | "groups" | "sent" | "arrived"}, {"op": "poison"},
 {"op": "zero", "group"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
 collective_rpc); "add" may have "lora": {"id", "name", "path"}, and "apart": the prompt's last token is
-computed as a decode engine does that was given the others, in an engine that has nothing else to do. Events:
+computed as a decode engine does that was given the others, in an engine that has nothing else to do, and "sampling":
+more of vLLM's sampling parameters. Events:
 {"event": "ready"}, {"event": "first", "id"},
 {"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms", "cached"},
 {"event": "answer", "value"}.
@@ -129,7 +130,8 @@ class Driver:
             extra = {"kv_transfer_params": command["kv"]} if command.get("kv") else None
             ids, is_apart = command["ids"], command.get("apart") and len(command["ids"]) > 1
             tokens = command["n"] + is_apart
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+            more = command.get("sampling") or {}
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, **more)
             self.begun[command["id"]] = time.perf_counter()
             prompt = TokensPrompt(prompt_token_ids=ids[:-1] if is_apart else ids)
             self.engine.add_request(command["id"], prompt, params, lora_request=lora_of(command.get("lora")))

@@ -98,13 +98,15 @@ class Engine:
         lora: dict[str, Any] | None = None,
         *,
         apart: bool = False,
+        sampling: dict[str, Any] | None = None,
     ) -> str:
         """Begin a request; its id, a new one unless it is given. ``lora``: its adapter's id, name and path.
-        ``apart``: the prompt's last token is computed as a decode engine does; this one has nothing else to do."""
+        ``apart``: the prompt's last token is computed as a decode engine does; this one has nothing else to do.
+        ``sampling``: more of vLLM's sampling parameters."""
         request_id = request_id or uuid.uuid4().hex
         self._done[request_id] = asyncio.get_running_loop().create_future()
         self._first[request_id] = asyncio.Event()
-        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv, lora=lora, apart=apart)
+        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv, lora=lora, apart=apart, sampling=sampling)
         return request_id
 
     async def wait(self, request_id: str, timeout_s: float = ANSWER_S) -> Answer:
