@@ -9,15 +9,20 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvxfer.agent import Transfer, TransferResult
 from kvxfer.connectors.vllm.staging import Landing
 from kvxfer.connectors.vllm.steps import LoadOrder, Report
-from kvxfer.connectors.vllm.wire import PartReady, Refuse
-from kvxfer.errors import KvxferError
+from kvxfer.connectors.vllm.wire import KEEPS_MAX, PartReady, Refuse
+from kvxfer.errors import DeadlineExceededError, GrantGoneError, InvalidArgumentError, KvxferError, RefusedError
 from kvxfer.observe import OpenSpan
-from kvxfer.types import AgentRef
+from kvxfer.types import AgentRef, TransferId
+
+DIRECT_WAIT_S = 1.0
+"""The grant of a whole prompt exists when its source answers, or soon. After this time the source is asked instead."""
+NO_DIRECT = (GrantGoneError, RefusedError, DeadlineExceededError)
+"""What a pull under that grant fails with if the source may still have the prompt for this engine."""
 
 
 @dataclasses.dataclass
@@ -121,3 +126,14 @@ def report_of(order: LoadOrder, fetches: list[Fetch], error: KvxferError | None)
         early_bytes=sum(fetch.early_bytes for fetch in fetches),
         attempts=1 + max(fetch.attempt for fetch in fetches),
     )
+
+
+def taken() -> InvalidArgumentError:
+    """The error of a load whose transfer id another load has."""
+    return InvalidArgumentError("another request under this transfer id is being fetched, or cancelled")
+
+
+def batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:
+    """As many of them at a time as one message names."""
+    for begin in range(0, len(wanted), KEEPS_MAX):
+        yield wanted[begin : begin + KEEPS_MAX]

@@ -21,13 +21,12 @@ from typing import Any
 from kvxfer.agent import Agent, Pool, Transfer
 from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.claims import Claims
-from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded, report_of
+from kvxfer.connectors.vllm.fetch import DIRECT_WAIT_S, NO_DIRECT, Fetch, LoadEnded, batches, report_of, taken
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.staging import HeadShare, Landing, Staging, ranks_read
 from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt, Report
 from kvxfer.connectors.vllm.wire import (
-    KEEPS_MAX,
     PARTS_MAX,
     Ask,
     Claimed,
@@ -40,13 +39,11 @@ from kvxfer.connectors.vllm.wire import (
 )
 from kvxfer.errors import (
     DeadlineExceededError,
-    GrantGoneError,
     GrantRevokedError,
-    InvalidArgumentError,
+    IncompatibleError,
     KvxferError,
     PeerGoneError,
     ProtocolError,
-    RefusedError,
     TransferCancelledError,
     from_code,
 )
@@ -105,7 +102,7 @@ class Loads:
         ranks = self._ranks_read(self._rank, count)
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
         if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
-            error = _taken()
+            error = taken()
             self._report(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
             return
         self._launch(fetches)
@@ -159,7 +156,7 @@ class Loads:
             return
         fetch.is_adopted = True
         if (fetch.order.transfer_id, fetch.source) in self._by_transfer:
-            fetch.why = fetch.why or _taken()
+            fetch.why = fetch.why or taken()
         self._launch([fetch])
 
     def _on_one_ended(self, fetch: Fetch, _: Transfer | None = None) -> None:
@@ -288,9 +285,8 @@ class Loads:
                 for transfer in fetch.transfers:
                     await transfer
                 return None
-            except (GrantGoneError, RefusedError) as error:
-                await self._direct_failed(fetch, error)
-                is_early = False
+            except NO_DIRECT as error:
+                is_early = await self._direct_failed(fetch, error)
         first = self._ranks_read(self._rank, len(order.sources)).start
         source = await self._find(order, first)
         if fetch.source_rank != first:
@@ -308,9 +304,8 @@ class Loads:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
-            except (GrantGoneError, RefusedError) as error:
-                await self._direct_failed(fetch, error)
-                is_early = False
+            except NO_DIRECT as error:
+                is_early = await self._direct_failed(fetch, error)
         while True:
             try:
                 await self._ask(fetch, landing, is_early=is_early)
@@ -322,11 +317,13 @@ class Loads:
             await fetch.drain()
             fetch.begin_again()
 
-    async def _direct_failed(self, fetch: Fetch, error: KvxferError) -> None:
-        """Drain, so that parts can be asked for instead: another engine may have got some of several grants."""
+    async def _direct_failed(self, fetch: Fetch, error: KvxferError) -> bool:
+        """Drain, so that parts can be asked for instead: another engine may have got some of several grants. Returns
+        whether the grant may only be late."""
         log.debug("the direct grant is gone, or another's; asking: %s", error)
         await fetch.drain()
         fetch.transfers.clear()
+        return isinstance(error, DeadlineExceededError)
 
     async def _ask(self, fetch: Fetch, landing: Landing, *, is_early: bool) -> None:
         """Ask for the prompt and pull its parts. Raises GrantRevokedError if the source revoked them: it may compute
@@ -343,7 +340,9 @@ class Loads:
                     raise message
                 if isinstance(message, Refuse):
                     raise from_code(message.code, f"the source will not send it: {message.text}")
-                if message.first != covered or not 0 < message.count <= end - covered or message.total != end:
+                if message.total != end:
+                    raise IncompatibleError(f"the source's prompt has {message.total} blocks, and this one has {end}")
+                if message.first != covered or not 0 < message.count <= end - covered:
                     raise ProtocolError(f"the source sends {message}, and blocks {covered} to {end} are wanted")
                 covered += message.count
                 fetch.is_all_announced = covered == end
@@ -380,6 +379,7 @@ class Loads:
                 transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part, index),
                 source=fetch.source,
                 content_digest=order.content_digest,
+                timeout_s=DIRECT_WAIT_S if part == DIRECT else None,
                 deadline_s=self._options.load_deadline_s,
                 on_ended=on_ended,
             )
@@ -453,7 +453,7 @@ class Loads:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
                 try:
-                    told = await self.notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    told = await self.notify(source, *(Keep(tuple(some)) for some in batches(wanted)))
                     for fetch in fetches:
                         if fetch.source_ref not in (None, told):
                             fetch.end(
@@ -489,12 +489,3 @@ class Loads:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _taken() -> InvalidArgumentError:
-    return InvalidArgumentError("another request under this transfer id is being fetched, or cancelled")
-
-
-def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:
-    for begin in range(0, len(wanted), KEEPS_MAX):
-        yield wanted[begin : begin + KEEPS_MAX]

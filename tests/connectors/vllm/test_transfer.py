@@ -376,6 +376,22 @@ async def test_another_prompt_is_refused(p: Rank, d: Rank) -> None:
     assert not d.memory.any()
 
 
+async def test_a_prompt_of_another_length_is_refused(p: Rank, d: Rank) -> None:
+    p.forward(StepOrders(True), [1, 2, 3])
+    p.source.begin_step(finish_order((1, 2, 3)))
+    assert await code_of(d.load(load_order(0, (5, 6), has_direct=False))) == "incompatible"
+    assert not d.memory.any()
+
+
+@pytest.mark.deep
+async def test_a_promise_that_its_source_never_made_is_not_waited_for(p: Rank, d: Rank) -> None:
+    """The request says that it was computed: its source is asked soon, and does not know it."""
+    begun_s = time.monotonic()
+    assert await code_of(d.load(load_order(0, (5, 6), has_direct=True))) == "grant_unknown"
+    assert time.monotonic() - begun_s < OPTIONS.load_deadline_s / 2
+    await is_idle(d)
+
+
 async def test_a_prompt_for_another_reader_is_refused(p: Rank, d: Rank) -> None:
     p.source.begin_step(open_order(2, reader="other"))
     p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
