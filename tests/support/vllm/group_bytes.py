@@ -62,14 +62,17 @@ class GroupBytes:
         connector.get_num_new_matched_tokens, connector.update_connector_output = asked, output
 
     def groups(self) -> dict[str, Any]:
-        """``{"hybrid": whether vLLM's hybrid manager is on, "groups": [[class, layers, tokens a block, window]]}``."""
-        found = []
+        """``{"hybrid": whether vLLM's hybrid manager is on, "groups": [[class, layers, tokens a block, window]]}``, how
+        many ``blocks`` there are, and ``block_bytes`` of one block of each group."""
+        found, block_bytes = [], []
         for group in self.scheduler.kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
             found.append([type(spec).__name__, len(group.layer_names), spec.block_size, window])
+            block_bytes.append(spec.page_size_bytes * len(group.layer_names))
         is_off = self.config.scheduler_config.disable_hybrid_kv_cache_manager
-        return {"hybrid": is_off is False, "groups": found, "blocks": self.scheduler.kv_cache_config.num_blocks}
+        blocks = self.scheduler.kv_cache_config.num_blocks
+        return {"hybrid": is_off is False, "groups": found, "blocks": blocks, "block_bytes": block_bytes}
 
     def poison(self) -> None:
         """Overwrite every block. For an engine that is idle and keeps no prefixes."""
