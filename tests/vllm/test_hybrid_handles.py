@@ -99,7 +99,7 @@ async def test_foreign(cluster: Cluster, judge: Judge) -> None:
 def changed(kv: dict[str, Any], number: int, prefill: str, decode: str) -> tuple[dict[str, Any], set[str]]:
     """A handle with something in it that is not so, and what it may come to."""
     answered = kv["kvxfer"]
-    tokens, life = answered["tokens"], answered["lives"][0]
+    tokens, incarnation = answered["tokens"], answered["lives"][0]
     ways: list[tuple[dict[str, Any], set[str]]] = [
         ({"tokens": tokens - 1}, {"computed"}),
         ({"tokens": tokens + 1}, {"computed"}),
@@ -109,12 +109,12 @@ def changed(kv: dict[str, Any], number: int, prefill: str, decode: str) -> tuple
         ({"tokens": "7"}, {"computed"}),
         ({"agents": []}, {"computed"}),
         (
-            {"agents": [prefill, prefill], "lives": [life, life]},
+            {"agents": [prefill, prefill], "lives": [incarnation, incarnation]},
             {"incompatible", "refused", "protocol", "grant_unknown"},
         ),
         ({"agents": [decode], "lives": []}, {"grant_unknown", "incompatible", "peer_gone"}),
-        ({"lives": [f"{int(life.split('.')[0]) + 1}.{life.split('.')[1]}"]}, {"peer_gone"}),
-        ({"lives": [f"{life.split('.')[0]}.{'0' * 32}"]}, {"peer_gone"}),
+        ({"lives": [f"{int(incarnation.split('.')[0]) + 1}.{incarnation.split('.')[1]}"]}, {"peer_gone"}),
+        ({"lives": [f"{incarnation.split('.')[0]}.{'0' * 32}"]}, {"peer_gone"}),
         ({"version": 2}, {"computed"}),
         ({"transfer_id": uuid.uuid4().hex}, {"grant_unknown"}),
         ({"transfer_id": "7"}, {"computed"}),
