@@ -86,6 +86,7 @@ nightly: install
 nightly-tests: install
 	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm --ignore=tests/sglang $(ARGS)'
 
+nightly-vllm: export RANKS = 1
 nightly-vllm: test-vllm
 
 nightly-sglang:

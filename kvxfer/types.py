@@ -12,6 +12,8 @@ from typing import Any
 from kvxfer.errors import InvalidArgumentError
 
 AGENT_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+STAGES = re.compile(r"(?:[0-9]{1,4}(?:,[0-9]{1,4}){1,31})?")
+"""Of the layers at which pipeline stages end; empty for one stage."""
 
 
 def check_agent_id(agent_id: str) -> str:
@@ -395,6 +397,13 @@ class WorkerInfo:
     max_context_tokens: int = 0
     block_tokens: int = 0
     dialect: str = Dialect.KVXFER
+    stages: str = ""
+    """At which layers the pipeline stages of its engine end, as ``16,32`` for two of 16 layers; empty: there is one.
+    Matches STAGES."""
+
+    @property
+    def stage_count(self) -> int:
+        return self.stages.count(",") + 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,19 +14,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvxfer/_pb/control.proto\x12\tkvxfer.v1\"1\n\x0bIncarnation\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nboot_nonce\x18\x02 \x01(\x0c\"I\n\x08\x41gentRef\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12+\n\x0bincarnation\x18\x02 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\"\xb0\x02\n\x13\x43ompatibilityRecord\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x02 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0c\n\x04\x61xes\x18\t \x01(\t\x12\x0f\n\x07packing\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0f\n\x07tp_rank\x18\r \x01(\r\x12\x0f\n\x07tp_size\x18\x0e \x01(\r\x12\x0e\n\x06groups\x18\x0f \x01(\t\"\xdb\x01\n\nPoolRecord\x12\x0f\n\x07pool_id\x18\x01 \x01(\r\x12.\n\x06record\x18\x02 \x01(\x0b\x32\x1e.kvxfer.v1.CompatibilityRecord\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x08\x65xposure\x18\x05 \x01(\x0e\x32\x13.kvxfer.v1.Exposure\x12\x14\n\x0cis_shareable\x18\x06 \x01(\x08\x12%\n\x06memory\x18\x07 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\"d\n\x0b\x44\x61taAddress\x12\x10\n\x08tcp_host\x18\x01 \x01(\t\x12\x10\n\x08tcp_port\x18\x02 \x01(\r\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x03(\t\"\x83\x01\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\x04\x12\x18\n\x10running_requests\x18\x02 \x01(\x04\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\"\xa1\x01\n\nWorkerInfo\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvxfer.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x64ialect\x18\x07 \x01(\t\"\xfb\x01\n\x06Member\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x12\n\nis_suspect\x18\x06 \x01(\x08\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x13\n\x0bsession_key\x18\x08 \x01(\x0c\"\xc9\x01\n\x10MembershipUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08is_whole\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x12\n\nis_settled\x18\x05 \x01(\x08\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.kvxfer.v1.Member\x12!\n\x04gone\x18\x07 \x03(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x16\n\x0enext_within_ms\x18\x08 \x01(\x04\"\xc7\x01\n\x0c\x41gentMessage\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.RegisterH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvxfer.v1.HeartbeatH\x00\x12.\n\x0cupdate_pools\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.UpdatePoolsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.kvxfer.v1.DeregisterH\x00\x42\x06\n\x04kind\"\xf9\x01\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12+\n\x0bincarnation\x18\x05 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\"?\n\tHeartbeat\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\"3\n\x0bUpdatePools\x12$\n\x05pools\x18\x01 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\"\x0c\n\nDeregister\"\xc7\x01\n\x12\x43oordinatorMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvxfer.v1.WelcomeH\x00\x12\x31\n\nmembership\x18\x02 \x01(\x0b\x32\x1b.kvxfer.v1.MembershipUpdateH\x00\x12&\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x15.kvxfer.v1.DrainOrderH\x00\x12\'\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.kvxfer.v1.StoppingH\x00\x42\x06\n\x04kind\"X\n\x07Welcome\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x15\n\rdead_after_ms\x18\x03 \x01(\x04\"\x1c\n\nDrainOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08Stopping\"(\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rDrainResponse*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*K\n\x08\x45xposure\x12\x18\n\x14\x45XPOSURE_UNSPECIFIED\x10\x00\x12\x11\n\rEXPOSURE_POOL\x10\x01\x12\x12\n\x0e\x45XPOSURE_GRANT\x10\x02*8\n\nMemoryKind\x12\x14\n\x10MEMORY_KIND_HOST\x10\x00\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x01\x32\xd1\x01\n\x0b\x43oordinator\x12\x45\n\x07Session\x12\x17.kvxfer.v1.AgentMessage\x1a\x1d.kvxfer.v1.CoordinatorMessage(\x01\x30\x01\x12?\n\x05Watch\x12\x17.kvxfer.v1.WatchRequest\x1a\x1b.kvxfer.v1.MembershipUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvxfer.v1.DrainRequest\x1a\x18.kvxfer.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvxfer/_pb/control.proto\x12\tkvxfer.v1\"1\n\x0bIncarnation\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nboot_nonce\x18\x02 \x01(\x0c\"I\n\x08\x41gentRef\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12+\n\x0bincarnation\x18\x02 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\"\xb0\x02\n\x13\x43ompatibilityRecord\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x02 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0c\n\x04\x61xes\x18\t \x01(\t\x12\x0f\n\x07packing\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0f\n\x07tp_rank\x18\r \x01(\r\x12\x0f\n\x07tp_size\x18\x0e \x01(\r\x12\x0e\n\x06groups\x18\x0f \x01(\t\"\xdb\x01\n\nPoolRecord\x12\x0f\n\x07pool_id\x18\x01 \x01(\r\x12.\n\x06record\x18\x02 \x01(\x0b\x32\x1e.kvxfer.v1.CompatibilityRecord\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x08\x65xposure\x18\x05 \x01(\x0e\x32\x13.kvxfer.v1.Exposure\x12\x14\n\x0cis_shareable\x18\x06 \x01(\x08\x12%\n\x06memory\x18\x07 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\"d\n\x0b\x44\x61taAddress\x12\x10\n\x08tcp_host\x18\x01 \x01(\t\x12\x10\n\x08tcp_port\x18\x02 \x01(\r\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x03(\t\"\x83\x01\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\x04\x12\x18\n\x10running_requests\x18\x02 \x01(\x04\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\"\xb1\x01\n\nWorkerInfo\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvxfer.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x64ialect\x18\x07 \x01(\t\x12\x0e\n\x06stages\x18\x08 \x01(\t\"\xfb\x01\n\x06Member\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x12\n\nis_suspect\x18\x06 \x01(\x08\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x13\n\x0bsession_key\x18\x08 \x01(\x0c\"\xc9\x01\n\x10MembershipUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08is_whole\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x12\n\nis_settled\x18\x05 \x01(\x08\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.kvxfer.v1.Member\x12!\n\x04gone\x18\x07 \x03(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x16\n\x0enext_within_ms\x18\x08 \x01(\x04\"\xc7\x01\n\x0c\x41gentMessage\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.RegisterH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvxfer.v1.HeartbeatH\x00\x12.\n\x0cupdate_pools\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.UpdatePoolsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.kvxfer.v1.DeregisterH\x00\x42\x06\n\x04kind\"\xf9\x01\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12+\n\x0bincarnation\x18\x05 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\"?\n\tHeartbeat\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\"3\n\x0bUpdatePools\x12$\n\x05pools\x18\x01 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\"\x0c\n\nDeregister\"\xc7\x01\n\x12\x43oordinatorMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvxfer.v1.WelcomeH\x00\x12\x31\n\nmembership\x18\x02 \x01(\x0b\x32\x1b.kvxfer.v1.MembershipUpdateH\x00\x12&\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x15.kvxfer.v1.DrainOrderH\x00\x12\'\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.kvxfer.v1.StoppingH\x00\x42\x06\n\x04kind\"X\n\x07Welcome\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x15\n\rdead_after_ms\x18\x03 \x01(\x04\"\x1c\n\nDrainOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08Stopping\"(\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rDrainResponse*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*K\n\x08\x45xposure\x12\x18\n\x14\x45XPOSURE_UNSPECIFIED\x10\x00\x12\x11\n\rEXPOSURE_POOL\x10\x01\x12\x12\n\x0e\x45XPOSURE_GRANT\x10\x02*8\n\nMemoryKind\x12\x14\n\x10MEMORY_KIND_HOST\x10\x00\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x01\x32\xd1\x01\n\x0b\x43oordinator\x12\x45\n\x07Session\x12\x17.kvxfer.v1.AgentMessage\x1a\x1d.kvxfer.v1.CoordinatorMessage(\x01\x30\x01\x12?\n\x05Watch\x12\x17.kvxfer.v1.WatchRequest\x1a\x1b.kvxfer.v1.MembershipUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvxfer.v1.DrainRequest\x1a\x18.kvxfer.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvxfer._pb.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2581
-  _globals['_ROLE']._serialized_end=2659
-  _globals['_EXPOSURE']._serialized_start=2661
-  _globals['_EXPOSURE']._serialized_end=2736
-  _globals['_MEMORYKIND']._serialized_start=2738
-  _globals['_MEMORYKIND']._serialized_end=2794
+  _globals['_ROLE']._serialized_start=2597
+  _globals['_ROLE']._serialized_end=2675
+  _globals['_EXPOSURE']._serialized_start=2677
+  _globals['_EXPOSURE']._serialized_end=2752
+  _globals['_MEMORYKIND']._serialized_start=2754
+  _globals['_MEMORYKIND']._serialized_end=2810
   _globals['_INCARNATION']._serialized_start=39
   _globals['_INCARNATION']._serialized_end=88
   _globals['_AGENTREF']._serialized_start=90
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD']._serialized_start=797
   _globals['_LOAD']._serialized_end=928
   _globals['_WORKERINFO']._serialized_start=931
-  _globals['_WORKERINFO']._serialized_end=1092
-  _globals['_MEMBER']._serialized_start=1095
-  _globals['_MEMBER']._serialized_end=1346
-  _globals['_MEMBERSHIPUPDATE']._serialized_start=1349
-  _globals['_MEMBERSHIPUPDATE']._serialized_end=1550
-  _globals['_AGENTMESSAGE']._serialized_start=1553
-  _globals['_AGENTMESSAGE']._serialized_end=1752
-  _globals['_REGISTER']._serialized_start=1755
-  _globals['_REGISTER']._serialized_end=2004
-  _globals['_HEARTBEAT']._serialized_start=2006
-  _globals['_HEARTBEAT']._serialized_end=2069
-  _globals['_UPDATEPOOLS']._serialized_start=2071
-  _globals['_UPDATEPOOLS']._serialized_end=2122
-  _globals['_DEREGISTER']._serialized_start=2124
-  _globals['_DEREGISTER']._serialized_end=2136
-  _globals['_COORDINATORMESSAGE']._serialized_start=2139
-  _globals['_COORDINATORMESSAGE']._serialized_end=2338
-  _globals['_WELCOME']._serialized_start=2340
-  _globals['_WELCOME']._serialized_end=2428
-  _globals['_DRAINORDER']._serialized_start=2430
-  _globals['_DRAINORDER']._serialized_end=2458
-  _globals['_STOPPING']._serialized_start=2460
-  _globals['_STOPPING']._serialized_end=2470
-  _globals['_WATCHREQUEST']._serialized_start=2472
-  _globals['_WATCHREQUEST']._serialized_end=2512
-  _globals['_DRAINREQUEST']._serialized_start=2514
-  _globals['_DRAINREQUEST']._serialized_end=2562
-  _globals['_DRAINRESPONSE']._serialized_start=2564
-  _globals['_DRAINRESPONSE']._serialized_end=2579
-  _globals['_COORDINATOR']._serialized_start=2797
-  _globals['_COORDINATOR']._serialized_end=3006
+  _globals['_WORKERINFO']._serialized_end=1108
+  _globals['_MEMBER']._serialized_start=1111
+  _globals['_MEMBER']._serialized_end=1362
+  _globals['_MEMBERSHIPUPDATE']._serialized_start=1365
+  _globals['_MEMBERSHIPUPDATE']._serialized_end=1566
+  _globals['_AGENTMESSAGE']._serialized_start=1569
+  _globals['_AGENTMESSAGE']._serialized_end=1768
+  _globals['_REGISTER']._serialized_start=1771
+  _globals['_REGISTER']._serialized_end=2020
+  _globals['_HEARTBEAT']._serialized_start=2022
+  _globals['_HEARTBEAT']._serialized_end=2085
+  _globals['_UPDATEPOOLS']._serialized_start=2087
+  _globals['_UPDATEPOOLS']._serialized_end=2138
+  _globals['_DEREGISTER']._serialized_start=2140
+  _globals['_DEREGISTER']._serialized_end=2152
+  _globals['_COORDINATORMESSAGE']._serialized_start=2155
+  _globals['_COORDINATORMESSAGE']._serialized_end=2354
+  _globals['_WELCOME']._serialized_start=2356
+  _globals['_WELCOME']._serialized_end=2444
+  _globals['_DRAINORDER']._serialized_start=2446
+  _globals['_DRAINORDER']._serialized_end=2474
+  _globals['_STOPPING']._serialized_start=2476
+  _globals['_STOPPING']._serialized_end=2486
+  _globals['_WATCHREQUEST']._serialized_start=2488
+  _globals['_WATCHREQUEST']._serialized_end=2528
+  _globals['_DRAINREQUEST']._serialized_start=2530
+  _globals['_DRAINREQUEST']._serialized_end=2578
+  _globals['_DRAINRESPONSE']._serialized_start=2580
+  _globals['_DRAINRESPONSE']._serialized_end=2595
+  _globals['_COORDINATOR']._serialized_start=2813
+  _globals['_COORDINATOR']._serialized_end=3022
 # @@protoc_insertion_point(module_scope)

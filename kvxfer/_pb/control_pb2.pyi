@@ -130,7 +130,7 @@ class Load(_message.Message):
     def __init__(self, queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("agent_id", "role", "model", "http_url", "max_context_tokens", "block_tokens", "dialect")
+    __slots__ = ("agent_id", "role", "model", "http_url", "max_context_tokens", "block_tokens", "dialect", "stages")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class WorkerInfo(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIALECT_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     role: Role
     model: str
@@ -145,7 +146,8 @@ class WorkerInfo(_message.Message):
     max_context_tokens: int
     block_tokens: int
     dialect: str
-    def __init__(self, agent_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dialect: _Optional[str] = ...) -> None: ...
+    stages: str
+    def __init__(self, agent_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dialect: _Optional[str] = ..., stages: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("ref", "info", "address", "pools", "load", "is_suspect", "is_draining", "session_key")

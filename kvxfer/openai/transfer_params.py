@@ -34,11 +34,20 @@ class Part(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TransferEnd:
-    """One end of a transfer: the agent, how many ranks it has, and its HTTP base URL."""
+    """One end of a transfer: the agent, how many ranks it has, its HTTP base URL, and where its pipeline stages end
+    (as ``WorkerInfo.stages``)."""
 
     agent_id: str
     ranks: int = 1
     address: str = ""
+    stages: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object as it stands in the request body."""
+        values = dict(vars(self))
+        if not self.stages:
+            del values["stages"]
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +71,8 @@ class TransferParams:
             "transfer_id": str(self.transfer_id),
             "attempt": self.attempt,
             "role": self.role.value,
-            "source": dict(vars(self.source)),
-            "destination": dict(vars(self.destination)),
+            "source": self.source.to_json(),
+            "destination": self.destination.to_json(),
             "first_token": self.first_token,
         }
 

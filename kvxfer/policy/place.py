@@ -62,7 +62,7 @@ class Candidate:
     decode_inflight: int = 0
     is_last_choice: bool = False
     ranks: int = 1
-    """Agents of its engine, each with an equal share of the heads; ``member`` is the first of them."""
+    """Agents of its engine that divide the heads of one layer equally; ``member`` is the first of them."""
     clips_answers: bool = False
     """Whether its engine ends an answer where its context does, rather than refuse to begin it."""
     known_capacity: Capacity | None = None

@@ -18,6 +18,7 @@ from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.directory import Change, Hello
 from kvxfer.protocol.http_url import HttpUrl, address_of
 from kvxfer.types import (
+    STAGES,
     AgentRef,
     CompatibilityRecord,
     DataAddress,
@@ -223,7 +224,14 @@ def read_info(message: pb.WorkerInfo) -> WorkerInfo:
         _count("info.max_context_tokens", message.max_context_tokens),
         message.block_tokens,
         _text("info.dialect", message.dialect),
+        _stages(message.stages),
     )
+
+
+def _stages(text: str) -> str:
+    if not STAGES.fullmatch(text):
+        raise ProtocolError("info.stages must say at which layers the pipeline stages end, as '16,32'")
+    return text
 
 
 def write_info(value: WorkerInfo) -> pb.WorkerInfo:
@@ -235,6 +243,7 @@ def write_info(value: WorkerInfo) -> pb.WorkerInfo:
         max_context_tokens=value.max_context_tokens,
         block_tokens=value.block_tokens,
         dialect=value.dialect,
+        stages=value.stages,
     )
 
 

@@ -129,6 +129,16 @@ def test_our_own_values_are_checked_before_they_are_sent() -> None:
     assert convert.read_load(convert.write_load(Load(-5, 1 << 60))) == Load(0, convert.COUNT_MAX)
 
 
+@pytest.mark.parametrize("stages", ["16", "16,", "a,b", "16,32 ", "9" * 5 + ",1", ",".join(["1"] * 33)])
+def test_stages_that_cannot_be_are_refused(stages: str) -> None:
+    message = pb.WorkerInfo(agent_id="b", role=pb.ROLE_BOTH, stages=stages)
+    with pytest.raises(ProtocolError, match=r"info\.stages"):
+        convert.read_info(message)
+    message.stages = "16,32"
+    assert convert.read_info(message).stages == "16,32"
+    assert convert.read_info(convert.write_info(convert.read_info(message))).stage_count == 2
+
+
 def test_a_member_must_have_its_own_info() -> None:
     ref = pb.AgentRef(agent_id="a", incarnation=pb.Incarnation(number=1, boot_nonce=bytes(16)))
     message = pb.Member(ref=ref, info=pb.WorkerInfo(agent_id="b", role=pb.ROLE_BOTH))

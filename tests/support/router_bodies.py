@@ -36,6 +36,7 @@ class BareWorker:
     bootstrap_port: int | None = None
     dp_rank: int | None = None
     ranks: int = 1
+    stages: str = ""
 
 
 P = BareWorker()

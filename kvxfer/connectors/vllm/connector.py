@@ -26,6 +26,7 @@ from kvxfer.connectors.vllm.loaded import LOADED
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.models import models_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.parallel import check_parallel, ranks_of, stages_text, this_rank, total_heads
 from kvxfer.connectors.vllm.record import make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import News, Report, StepOrders
@@ -82,8 +83,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         check_engine(vllm_config)
         groups = groups_of(kv_cache_config)
         check_groups(kv_cache_config, vllm_config, base.KVConnectorBase_V1)
+        check_parallel(vllm_config, groups, base.KVConnectorBase_V1)
         self._kinds = {group.kind for group in groups.groups}
-        ranks = parallel.tensor_parallel_size
+        ranks, stages = ranks_of(parallel), stages_text(vllm_config)
         options.check_ranks(ranks)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
@@ -104,6 +106,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 options,
                 groups=groups,
                 agents=agents,
+                stages=stages,
                 mint=lambda: TransferId(secrets.token_bytes(16)),
                 adapter_fingerprint=adapters.fingerprint,
                 weights_why=self._engine_weights.why_unknown,
@@ -111,9 +114,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 will_fail=getattr(transfer, "kv_load_failure_policy", "fail") == "fail",
             )
             return
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-        rank = get_tensor_model_parallel_rank()
+        rank = this_rank()
         watch_vllm()  # the earliest place, if vLLM does not load kvxfer's plugin
         weights = Weights(functools.partial(models_of, vllm_config), loaded=LOADED)
         share(agents[rank], weights)
@@ -124,6 +125,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             model=_served_name(vllm_config.model_config),
             rank=rank,
             ranks=ranks,
+            stages=stages,
+            heads=total_heads(vllm_config),
             new_agent=functools.partial(_new_agent, options, rank),
             max_context_tokens=vllm_config.model_config.max_model_len,
             groups=() if groups.is_plain else tuple(group.layers for group in groups.groups),
@@ -227,7 +230,13 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # --- the scheduler ---
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self._know_ranks([metadata[rank] for rank in sorted(metadata)])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """By stage and tensor rank."""
+        self._know_ranks([metadata[place] for place in sorted(metadata)])
+
+    def _know_ranks(self, ranks: list[KvxferHandshake]) -> None:
         agent_metadata = tuple(rank.agent_metadata for rank in ranks if rank.agent_metadata)
         self._scheduler.set_incarnations(tuple(rank.incarnation for rank in ranks), agent_metadata)
         for rank in ranks:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvxfer.agent import Transfer, TransferResult
+from kvxfer.connectors.vllm.shares import RankShare
 from kvxfer.connectors.vllm.staging import Landing
 from kvxfer.connectors.vllm.steps import LoadOrder, Report
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, PartReady, Refuse
@@ -37,11 +38,13 @@ class LoadEnded:
 class Fetch:
     """What one load takes from one source."""
 
-    def __init__(self, order: LoadOrder, source: str, source_rank: int, readers: int) -> None:
+    def __init__(self, order: LoadOrder, share: RankShare, readers: int) -> None:
+        """``readers`` ranks of this engine take something from that source, or tell it that they do not."""
         self.order = order
         self.readers = readers
-        self.source = source
-        self.source_rank = source_rank
+        self.share = share
+        self.source = order.sources[share.source_rank]
+        self.source_rank = share.source_rank
         self.started_s = time.monotonic()
         self.span = OpenSpan("kvxfer.load", order.traceparent)
         self.transfers: list[Transfer] = []
@@ -126,6 +129,12 @@ def report_of(order: LoadOrder, fetches: list[Fetch], error: KvxferError | None)
         early_bytes=sum(fetch.early_bytes for fetch in fetches),
         attempts=1 + max(fetch.attempt for fetch in fetches),
     )
+
+
+def ended_early(order: LoadOrder, error: KvxferError) -> tuple[Fetch, LoadEnded]:
+    """Of a load that is over before it began."""
+    fetch = Fetch(order, RankShare(0, (), range(0)), 1)
+    return fetch, LoadEnded(order, error, report_of(order, [fetch], error))
 
 
 def taken() -> InvalidArgumentError:

@@ -21,10 +21,20 @@ from typing import Any
 from kvxfer.agent import Agent, Pool, Transfer
 from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.claims import Claims
-from kvxfer.connectors.vllm.fetch import DIRECT_WAIT_S, NO_DIRECT, Fetch, LoadEnded, batches, report_of, taken
+from kvxfer.connectors.vllm.fetch import (
+    DIRECT_WAIT_S,
+    NO_DIRECT,
+    Fetch,
+    LoadEnded,
+    batches,
+    ended_early,
+    report_of,
+    taken,
+)
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.staging import HeadShare, Landing, Staging, ranks_read
+from kvxfer.connectors.vllm.readership import Readership
+from kvxfer.connectors.vllm.staging import Landing, Staging
 from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt, Report
 from kvxfer.connectors.vllm.wire import (
     PARTS_MAX,
@@ -68,20 +78,20 @@ class Loads:
         pools: tuple[Pool, ...],
         pages: Pages,
         options: ConnectorOptions,
-        rank: int,
-        ranks: int,
+        readership: Readership,
         on_done: Callable[[LoadEnded], None],
         call_soon: Callable[..., None],
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_done`` may come from any thread."""
+        """``readership``: this rank's. ``call_soon(function, *arguments)`` calls on the agent's loop. ``on_done`` may
+        come from any thread."""
         self._agent = agent
         self._staging = Staging(agent, pools, pages.stores, options.staging_bytes)
         self._options = options
-        self._rank = rank
-        self._ranks = ranks
+        self._readership = readership
+        self._rank = readership.rank
         self._on_done = on_done
         self._call_soon = call_soon
-        self._claims = Claims(rank, options.load_deadline_s)
+        self._claims = Claims(readership.rank, options.load_deadline_s)
         self._fetches: dict[str, list[Fetch]] = {}
         self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
         self._kept: dict[str, RemotePrompt] = {}
@@ -93,19 +103,20 @@ class Loads:
         for remote in remotes:
             self._kept[remote.request_id] = remote
             self._meet_all(remote)
-            for source in self._sources_of(remote.sources):
+            for source in self._sources_of(remote):
                 self._watch(source)
 
     def start(self, order: LoadOrder) -> None:
         self._kept.pop(order.request_id, None)
-        count = len(order.sources)
-        ranks = self._ranks_read(self._rank, count)
-        fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
-        if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
-            error = taken()
-            self._report(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
-            return
-        self._launch(fetches)
+        try:
+            fetches = [Fetch(order, share, readers) for share, readers in self._readership.of(order)]
+            if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
+                raise taken()
+        except KvxferError as error:
+            fetch, over = ended_early(order, error)
+            self._report(over, fetch)
+        else:
+            self._launch(fetches)
 
     def _launch(self, fetches: list[Fetch]) -> None:
         order = fetches[0].order
@@ -119,10 +130,11 @@ class Loads:
         """Pull what the source granted as a whole now, on the forward thread; ``None``: :meth:`start` has to. The
         forward thread waits for it with :meth:`Agent.progress`, and calls :meth:`adopt` before it cancels it, or if it
         takes long."""
-        name = order.sources[self._rank] if len(order.sources) == self._ranks else ""
+        share = self._readership.counterpart(order)
+        name = "" if share is None else order.sources[self._rank]
         has_to_claim = order.is_open and self._rank != 0
         if (
-            not name
+            share is None
             or not order.has_direct
             or has_to_claim
             or order.first != 0
@@ -136,9 +148,9 @@ class Loads:
         incarnation = order.incarnations[self._rank] if order.incarnations else None
         if source is None or incarnation not in (None, source.ref.incarnation) or not self._staging.is_alike(source):
             return None
-        fetch = Fetch(order, name, self._rank, 1)
+        fetch = Fetch(order, share, 1)
         fetch.is_begun, fetch.source_ref = True, source.ref
-        landing = self._staging.in_place(order.first, order.blocks)
+        landing = self._staging.in_place(order.first, order.blocks, self._readership.local(share))
         fetch.left = len(landing.pools) + 1
         ended = functools.partial(self._on_one_ended, fetch)
         try:
@@ -287,20 +299,24 @@ class Loads:
                 return None
             except NO_DIRECT as error:
                 is_early = await self._direct_failed(fetch, error)
-        first = self._ranks_read(self._rank, len(order.sources)).start
-        source = await self._find(order, first)
-        if fetch.source_rank != first:
-            if self._staging.is_replica(source):
-                return None
-            source = await self._find(order, fetch.source_rank)
+        if not fetch.share.is_read:
+            return None
+        source = await self._find(order, fetch.source_rank)
         fetch.source_ref = source.ref
         await self._claim(order, fetch.source_rank)
-        cut = HeadShare(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
-            self._staging.land(source, cut, order.first, order.blocks, order.tokens)
+            self._staging.land(
+                source,
+                self._readership.cut(order, fetch.share),
+                order.first,
+                order.blocks,
+                order.tokens,
+                layers=self._readership.local(fetch.share),
+                is_one_of_several=len(self._readership.read_by(order)) > 1,
+            )
         )
         has_direct = order.has_direct and not fetch.is_begun
-        if has_direct and landing.first == 0 and len(order.sources) == self._ranks:
+        if has_direct and landing.first == 0 and self._readership.counterpart(order) is not None:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
@@ -329,7 +345,8 @@ class Loads:
         """Ask for the prompt and pull its parts. Raises GrantRevokedError if the source revoked them: it may compute
         them again."""
         order = fetch.order
-        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, is_early)
+        wanted, attempt = fetch.share.layer_range, (fetch.attempt, fetch.readers)
+        ask = Ask(order.transfer_id, self._rank, *attempt, landing.first, wanted.start, len(wanted), is_early)
         await self.notify(fetch.source, ask)
         covered, end = landing.first, landing.end
         pulls: list[asyncio.Task[None]] = []
@@ -371,6 +388,7 @@ class Loads:
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> list[Transfer]:
         order = fetch.order
+        content_digest = self._readership.stage.content(order.content_digest, fetch.share.layer_range)
         transfers = []
         for index, (pool, store) in enumerate(zip(landing.pools, landing.stores, strict=True)):
             transfer = self._agent.pull(
@@ -378,7 +396,7 @@ class Loads:
                 store.ids(landing.blocks[at : at + count]),
                 transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part, index),
                 source=fetch.source,
-                content_digest=order.content_digest,
+                content_digest=content_digest,
                 timeout_s=DIRECT_WAIT_S if part == DIRECT else None,
                 deadline_s=self._options.load_deadline_s,
                 on_ended=on_ended,
@@ -405,17 +423,9 @@ class Loads:
             )
 
     def _meet_all(self, remote: RemotePrompt) -> None:
-        for source_rank in self._ranks_read(self._rank, len(remote.sources)):
+        for share, _ in self._readership.told_by(remote):
             with contextlib.suppress(PeerGoneError):  # such a source gets no message
-                self._add_source(remote, source_rank)
-
-    def _ranks_read(self, rank: int, count: int) -> range:
-        """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""
-        return ranks_read(rank, self._ranks, count)
-
-    def _readers(self, source_rank: int, count: int) -> int:
-        """How many ranks of this engine take that source's blocks."""
-        return sum(source_rank in self._ranks_read(rank, count) for rank in range(self._ranks))
+                self._add_source(remote, share.source_rank)
 
     async def _claim(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
         """Return once no other engine can become the reader at that rank. Raises the error of the refusal."""
@@ -426,18 +436,16 @@ class Loads:
 
     def _let_go(self, order: LoadOrder | RemotePrompt) -> None:
         """This rank needs nothing more of its sources."""
-        for source_rank in self._ranks_read(self._rank, len(order.sources)):
-            readers = self._readers(source_rank, len(order.sources))
+        for share, readers in self._readership.told_by(order):
             release = Release(order.transfer_id, self._rank, readers)
-            send = functools.partial(self._send, order.sources[source_rank], release)
-            if order.is_open and source_rank != 0:
-                self._claims.when_won(self._claim(order, source_rank), send)
+            send = functools.partial(self._send, order.sources[share.source_rank], release)
+            if order.is_open and share.source_rank != 0:
+                self._claims.when_won(self._claim(order, share.source_rank), send)
             else:
                 send()
 
-    def _sources_of(self, sources: tuple[str, ...]) -> tuple[str, ...]:
-        ranks = self._ranks_read(self._rank, len(sources))
-        return sources[ranks.start : ranks.stop]
+    def _sources_of(self, remote: RemotePrompt) -> list[str]:
+        return [remote.sources[share.source_rank] for share, _ in self._readership.told_by(remote)]
 
     def _watch(self, source: str) -> None:
         if source not in self._watched:
@@ -448,7 +456,7 @@ class Loads:
         try:
             while True:
                 fetches = [fetch for fetch in itertools.chain(*self._fetches.values()) if fetch.source == source]
-                kept = [kept for kept in self._kept.values() if source in self._sources_of(kept.sources)]
+                kept = [kept for kept in self._kept.values() if source in self._sources_of(kept)]
                 if not fetches and not kept:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]

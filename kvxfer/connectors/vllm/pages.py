@@ -15,8 +15,8 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from kvxfer.transport.base import Region
 from kvxfer.types import MemoryKind
 
 Ids = npt.NDArray[np.uint32]
+P = TypeVar("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,34 @@ class LayerStorage:
     step: npt.NDArray[np.int64]
     group: npt.NDArray[np.int64] | None = None
     """The KV group of each of these layers; ``None``: all layers are of one."""
+    blocks_of_whole: int | None = None
+    """Blocks of each layer, where these are some of the storage's layers; ``None``: these are all of them."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each layer."""
+        return self.page_count // self.layers if self.blocks_of_whole is None else self.blocks_of_whole
 
     @property
     def layers(self) -> int:
         return len(self.first)
+
+    def cut(self, layers: range) -> LayerStorage | None:
+        """Those of its layers that are among ``layers``, numbered as ``first_layer``; ``None``: there are none."""
+        begin = max(layers.start - self.first_layer, 0)
+        end = min(layers.stop - self.first_layer, self.layers)
+        if begin >= end:
+            return None
+        if end - begin == self.layers:
+            return self
+        return dataclasses.replace(
+            self,
+            first_layer=self.first_layer + begin,
+            first=self.first[begin:end],
+            step=self.step[begin:end],
+            group=None if self.group is None else self.group[begin:end],
+            blocks_of_whole=self.blocks,
+        )
 
     def ids(self, blocks: Iterable[int]) -> Ids:
         """The pages of the blocks with these numbers (:mod:`.groups`): those of the first layer, then those of the
@@ -112,6 +137,16 @@ class Pages:
         if len({store.region.address for store in stores}) != len(stores):
             raise ConfigError("the layers of the KV cache are spread over storages without order")
         return cls(names, page_bytes, tuple(stores))
+
+
+def cut_stores(
+    pools: Sequence[P], stores: Sequence[LayerStorage], layers: range
+) -> Iterator[tuple[int, P, LayerStorage]]:
+    """Of each storage with some of these layers of a rank: its number, its pool, and those layers of it."""
+    for index, (pool, store) in enumerate(zip(pools, stores, strict=True)):
+        own = store.cut(layers)
+        if own is not None:
+            yield index, pool, own
 
 
 def _check_devices(caches: Mapping[str, Any]) -> None:

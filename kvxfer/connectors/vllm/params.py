@@ -17,7 +17,7 @@ from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.errors import BY_CODE, InvalidArgumentError
 from kvxfer.observe import traceparent_of
 from kvxfer.protocol.signed_metadata import TEXT_MAX
-from kvxfer.types import Incarnation, TransferId, check_agent_id
+from kvxfer.types import STAGES, Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
@@ -41,7 +41,8 @@ class PrefillLeg:
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, if its answer says so; then it has computed them.
     ``incarnations``: those of ``sources`` that did, with their signed ``agent_metadata``; empty if unknown.
-    ``timeout_s``: how long it may wait for a source that has not begun it, if given."""
+    ``timeout_s``: how long it may wait for a source that has not begun it, if given. ``stages``: where each pipeline
+    stage of the sources' engine ends (:func:`.shares.stages_of`); empty: there is one."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
@@ -49,6 +50,7 @@ class DecodeLeg:
     incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     timeout_s: float | None = None
+    stages: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -105,9 +107,10 @@ def handed_over(
     traceparent: str | None = None,
     incarnations: tuple[Incarnation, ...] = (),
     agent_metadata: tuple[str, ...] = (),
+    stages: str = "",
 ) -> dict[str, Any]:
     """The answer of a prefill leg, for the decode leg: ``agents`` keep ``tokens``, in these ``incarnations`` of theirs,
-    which ``agent_metadata`` describes."""
+    which ``agent_metadata`` describes; their engine's pipeline ``stages``."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -121,6 +124,7 @@ def handed_over(
             "agents": list(agents),
             "lives": [f"{incarnation.number}.{incarnation.boot_nonce.hex()}" for incarnation in incarnations],
             "cards": list(agent_metadata),
+            "stages": stages,
             "tokens": tokens,
         },
     }
@@ -147,7 +151,8 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     answered, timeout_s = params.get("kvxfer"), _timeout(params.get("timeout_s"))
     if answered is None:
         base, ranks = _end("source", params.get("source"))
-        return DecodeLeg(transfer_id, tuple(rank_agent(base, rank) for rank in range(ranks)), None, timeout_s=timeout_s)
+        names = tuple(rank_agent(base, rank) for rank in range(ranks))
+        return DecodeLeg(transfer_id, names, None, timeout_s=timeout_s, stages=_stages("source", params["source"]))
     if not isinstance(answered, dict) or answered.get("version") != VERSION:
         raise InvalidArgumentError(
             f"kvxfer.version must be {VERSION}: prefill and decode run different versions of kvxfer"
@@ -162,7 +167,12 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     if len(agent_metadata) > DISCOVERED_RANKS_MAX:
         raise InvalidArgumentError(f"kvxfer.cards must be at most {DISCOVERED_RANKS_MAX}")
     return DecodeLeg(
-        transfer_id, names, tokens, tuple(map(_incarnation, incarnations)), tuple(map(_metadata, agent_metadata))
+        transfer_id,
+        names,
+        tokens,
+        tuple(map(_incarnation, incarnations)),
+        tuple(map(_metadata, agent_metadata)),
+        stages=_stages("kvxfer", answered),
     )
 
 
@@ -179,6 +189,13 @@ def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list
     if not isinstance(values, list) or len(values) not in (0, len(agents)):
         raise InvalidArgumentError(f"kvxfer.{name} must have one for each of kvxfer.agents")
     return values
+
+
+def _stages(name: str, values: Mapping[str, Any]) -> str:
+    text = values.get("stages", "")
+    if not isinstance(text, str) or not STAGES.fullmatch(text):
+        raise InvalidArgumentError(f"{name}.stages must say at which layers the pipeline stages end, as '16,32'")
+    return text
 
 
 def _metadata(text: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -9,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
 from kvxfer.connectors.common.ids import part_id
-from kvxfer.connectors.vllm.pages import LayerStorage
+from kvxfer.connectors.vllm.pages import LayerStorage, cut_stores
 from kvxfer.connectors.vllm.pending_send import PendingSend
+from kvxfer.connectors.vllm.stage import StageLayers
 from kvxfer.connectors.vllm.stream_callbacks import Callback
 from kvxfer.errors import GrantExpiredError, GrantGoneError, GrantRevokedError, KvxferError, PeerGoneError
 from kvxfer.observe import OpenSpan
-from kvxfer.types import GrantState
+from kvxfer.types import GrantState, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -57,12 +59,19 @@ class Granting:
     """Makes the grants of one rank's sends, in each of its storages."""
 
     def __init__(
-        self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[LayerStorage, ...], rank: int, ttl_s: float
+        self,
+        agent: Agent,
+        pools: tuple[Pool, ...],
+        stores: tuple[LayerStorage, ...],
+        rank: int,
+        stage: StageLayers,
+        ttl_s: float,
     ) -> None:
         self._agent = agent
         self._pools = pools
         self._stores = stores
         self._rank = rank
+        self._stage = stage
         self._ttl_s = ttl_s
 
     def grant(
@@ -72,11 +81,14 @@ class Granting:
         reader_rank: int,
         part: int,
         blocks: Sequence[int],
+        layers: range,
         on_ended: Callable[[Grant, GrantState], None],
     ) -> list[PartGrant]:
-        """Grants of these blocks' pages in every storage, or none where one could not be made."""
+        """Grants of these blocks' pages of ``layers`` (numbered as in the model) in every storage, or none where one
+        could not be made. Raises IncompatibleError where this rank does not keep those layers."""
         granted = []
-        for index, (pool, store) in enumerate(zip(self._pools, self._stores, strict=True)):
+        content_digest = self._stage.content(send.content_digest, layers)
+        for index, pool, store in cut_stores(self._pools, self._stores, self._stage.local(layers)):
             transfer_id = part_id(send.transfer_id, self._rank, reader_rank, part, index)
             pages = store.ids(blocks)
             try:
@@ -86,7 +98,7 @@ class Granting:
                     transfer_id=transfer_id,
                     reader=reader,
                     ttl_s=self._ttl_s,
-                    content_digest=send.content_digest,
+                    content_digest=content_digest,
                 )
             except KvxferError as error:
                 log.warning("blocks could not be granted: %s", error, extra={"request_id": send.request_id})
@@ -103,6 +115,12 @@ class Granting:
             grant.on_ended(functools.partial(_ended, grant, span, on_ended))
             granted.append(PartGrant(grant, store.first_layer, store.ends(blocks)))
         return granted
+
+    def abort(self, transfer_id: TransferId, part: int) -> None:
+        """End what this rank's own counterpart was granted of that part."""
+        for index in range(len(self._pools)):
+            with contextlib.suppress(KvxferError):
+                self._agent.abort_grant(part_id(transfer_id, self._rank, self._rank, part, index))
 
 
 def _ended(grant: Grant, span: OpenSpan, on_ended: Callable[[Grant, GrantState], None], state: GrantState) -> None:

@@ -23,6 +23,7 @@ from kvxfer.connectors.common.file_digests import FileChanged, shared_cache, sta
 from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
 from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.parallel import stages_text
 from kvxfer.errors import ConfigError
 from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import CompatibilityRecord
@@ -43,7 +44,6 @@ def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages:
     """The record of this rank, but for its weights: those are not known yet. Raises ConfigError for a model whose KV
     cache kvxfer cannot move."""
     check_scales(vllm_config.cache_config)
-    check_parallel(vllm_config.parallel_config)
     check_pages(pages, kv_cache_config.num_blocks)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     backend, packing = _attention(vllm_config)
@@ -53,7 +53,7 @@ def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages:
         config_fingerprint=config_fingerprint(model.hf_config.to_dict(), engine_facts(vllm_config)),
         weights_fingerprint=unknown("its weights are still being read"),
         dtype=str(model.dtype).removeprefix("torch.") if kind == "auto" else kind,
-        layers=len(pages.layers),
+        layers=int(ends.rpartition(",")[2]) if (ends := stages_text(vllm_config)) else len(pages.layers),
         kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_dim=model.get_head_size(),
         block_tokens=groups.block_tokens,
@@ -89,14 +89,6 @@ def check_pages(pages: Pages, blocks: int) -> None:
         raise ConfigError(
             f"this attention backend cuts the KV cache into {found} pages, not one a layer for each of {blocks} blocks"
         )
-
-
-def check_parallel(parallel_config: Any) -> None:
-    """Raise ConfigError unless each rank keeps all tokens of all layers, of some heads."""
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        size = getattr(parallel_config, name, 1)
-        if size != 1:
-            raise ConfigError(f"kvxfer does not move the KV cache of engines with {name} {size} yet; it must be 1")
 
 
 def check_scales(cache_config: Any) -> None:

@@ -182,7 +182,7 @@ def about(decode: Decode, code: str) -> dict[str, str]:
 def remote(decode: Decode) -> RemotePrompt:
     leg = decode.leg
     return RemotePrompt(
-        decode.request_id, leg.transfer_id, leg.sources, leg.incarnations, leg.agent_metadata, leg.is_open
+        decode.request_id, leg.transfer_id, leg.sources, leg.incarnations, leg.agent_metadata, leg.is_open, leg.stages
     )
 
 
@@ -202,6 +202,7 @@ def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: 
         leg.incarnations,
         leg.agent_metadata,
         leg.is_open,
+        leg.stages,
         "" if decode.failure is None else decode.failure.code,
         "" if decode.failure is None else decode.failure.text,
     )

@@ -58,10 +58,10 @@ COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class SchedulerHalf:
-    """Of one engine. ``agents`` are its ranks' agents. ``mint`` makes transfer ids for routers that give none.
-    ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why this engine's weights are
-    unknown (``None``: they are known). The decode engine computes a prompt itself if these are unknown, or if vLLM's
-    prefix cache has a part of it under a LoRA name that ``adapter_was_another`` before."""
+    """Of one engine. ``agents`` are its ranks' agents; ``stages`` say where its stages end. ``mint`` makes transfer ids
+    for routers that give none. ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why
+    this engine's weights are unknown (``None``: they are known). The decode engine computes a prompt itself if these
+    are unknown, or if vLLM's prefix cache has a part of it under a LoRA name that ``adapter_was_another`` before."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class SchedulerHalf:
         *,
         groups: KvGroups,
         agents: tuple[str, ...],
+        stages: str = "",
         mint: Callable[[], TransferId],
         adapter_fingerprint: Callable[[Any], str],
         weights_why: Callable[[], str | None] = lambda: None,
@@ -80,7 +81,7 @@ class SchedulerHalf:
         self._will_fail = will_fail
         self._options = options
         self._groups = groups
-        self._agents = agents
+        self._agents, self._stages = agents, stages
         self._incarnations: tuple[Incarnation, ...] = ()
         self._agent_metadata: tuple[str, ...] = ()
         self._mint = mint
@@ -215,7 +216,7 @@ class SchedulerHalf:
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content_digest, traceparent))
         self._held.keep(name, sum(len(table) - table.count(NULL_BLOCK) for table in tables), is_read=prefill.is_read)
-        known = (self._incarnations, self._agent_metadata)
+        known = (self._incarnations, self._agent_metadata, self._stages)
         return True, handed_over(transfer_id, self._agents, name, prefill.tokens, traceparent, *known)
 
     # --- what a step is ---

@@ -118,6 +118,11 @@ class RankShare:
     def is_read(self) -> bool:
         return bool(self.layers)
 
+    @property
+    def layer_range(self) -> range:
+        """Its layers: stages keep neighbouring ones."""
+        return range(self.layers[0], self.layers[-1] + 1) if self.layers else range(0)
+
 
 def ranks_read(rank: int, ranks: int, sources: int) -> range:
     """Which of ``sources`` tensor ranks have the heads of rank ``rank`` of ``ranks``: several if theirs have fewer

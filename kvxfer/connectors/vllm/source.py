@@ -15,7 +15,6 @@ What is said to be written is said through ``after``: of a device's memory once 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
-from kvxfer.connectors.common.ids import DIRECT, engine_of, part_id, rank_agent
+from kvxfer.connectors.common.ids import DIRECT, engine_of, rank_agent
 from kvxfer.connectors.common.outbox import Outbox
 from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.accepted import Accepted
@@ -32,6 +31,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import Announcing, Granting, PartGrant, announce
 from kvxfer.connectors.vllm.pending_send import Ended, PendingSend, SendReader
+from kvxfer.connectors.vllm.stage import StageLayers
 from kvxfer.connectors.vllm.steps import Close, ComputedBlocks, Finish, Open, Revoke, StepOrders
 from kvxfer.connectors.vllm.stream_callbacks import Callback, at_once
 from kvxfer.connectors.vllm.wire import (
@@ -78,17 +78,19 @@ class PromptSource:
         pages: Pages,
         options: ConnectorOptions,
         rank: int,
+        stage: StageLayers,
         call_soon: Callable[..., None],
         on_freed: Callable[[str], None],
         after: Callable[[Callback], None] = at_once,
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks returned
-        to vLLM. ``after(callback)`` calls it once the memory's device has done what the forward thread asked of it."""
+        """``stage``: the layers of ``pages``. ``call_soon(function, *arguments)`` calls on the agent's loop.
+        ``on_freed(request_id)``: its blocks returned to vLLM. ``after(callback)`` calls it once the memory's device has
+        done what the forward thread asked of it."""
         self._agent = agent
-        self._pools = pools
         self._pages = pages
         self._options = options
         self._rank = rank
+        self._stage = stage
         self._call_soon = call_soon
         self._on_freed = on_freed
         self._after = after
@@ -105,7 +107,7 @@ class PromptSource:
         """On the loop."""
         self._pauses = Pauses(SWEEP_S)
         layers = len(pages.layers)
-        self._granting = Granting(agent, pools, pages.stores, rank, options.kv_lease_duration)
+        self._granting = Granting(agent, pools, pages.stores, rank, stage, options.kv_lease_duration)
         self._announcing = Announcing(layers, options.announce_layers or max(1, layers // 8), after)
         self.expired = 0
 
@@ -171,7 +173,7 @@ class PromptSource:
             self._accepted.step_over()
 
     def _open(self, order: Open) -> None:
-        send = PendingSend.of(order, order.total, self._lease_end_s())
+        send = PendingSend.of(order, order.total, time.monotonic() + self._options.kv_lease_max_s)
         self._admit(send)
         self._hear_early_releases(send)
 
@@ -194,7 +196,7 @@ class PromptSource:
         send = self._sends.get(order.request_id)
         now_s = time.monotonic()
         if send is None:
-            send = PendingSend.of(order, len(order.blocks), self._lease_end_s(), order.blocks)
+            send = PendingSend.of(order, len(order.blocks), now_s + self._options.kv_lease_max_s, order.blocks)
             self._admit(send)
         else:
             send.blocks = list(order.blocks)
@@ -202,7 +204,7 @@ class PromptSource:
         if not send.readers and not send.is_released:  # it may come with what the router was answered
             self._grant_directly(send)
         elif order.reader is None:  # another may wait for that already
-            self._abort_directly(send)
+            self._granting.abort(send.transfer_id, DIRECT)
         self._hear_early_releases(send)
         self._after(functools.partial(self._settle, [(send, send.total)]))
         send.until_s = now_s + self._options.kv_lease_duration
@@ -212,15 +214,10 @@ class PromptSource:
     def _grant_directly(self, send: PendingSend) -> None:
         """Grant the whole prompt to its reader, or to the first that asks or already waits for it."""
         reader = None if send.reader is None else rank_agent(send.reader, self._rank)
-        direct = self._grant(send, reader, self._rank, DIRECT, send.blocks)
+        direct = self._grant(send, reader, self._rank, DIRECT, send.blocks, self._stage.layers)
         send.direct = {part.grant.transfer_id for part in direct}
         send.decisive = direct[0].grant if direct else None
         self._after(functools.partial(announce, direct, len(self._pages.layers)))
-
-    def _abort_directly(self, send: PendingSend) -> None:
-        for index in range(len(self._pools)):
-            with contextlib.suppress(KvxferError):
-                self._agent.abort_grant(part_id(send.transfer_id, self._rank, self._rank, DIRECT, index))
 
     def _close(self, order: Close) -> None:
         send = self._sends.get(order.request_id)
@@ -245,9 +242,6 @@ class PromptSource:
         send = self._sends.get(order.request_id)
         if send is not None and send.until_s is not None:
             self._free(send, GrantRevokedError(order.reason))
-
-    def _lease_end_s(self) -> float:
-        return time.monotonic() + self._options.kv_lease_max_s
 
     def _admit(self, send: PendingSend) -> None:
         """Add a new send, with the questions for it that came early."""
@@ -376,8 +370,11 @@ class PromptSource:
         self._send(agent_id, refusal(ask, ended or GrantUnknownError("this engine has no such prompt")))
 
     def _join(self, send: PendingSend, ask: Question, agent_id: str) -> None:
-        if not send.is_reader(engine_of(agent_id, ask.rank), self._rank):
-            self._send(agent_id, refusal(ask, another()))
+        why: KvxferError | None = None if send.is_reader(engine_of(agent_id, ask.rank), self._rank) else another()
+        if why is None and isinstance(ask, Ask):
+            why = self._stage.why_not(ask.wanted)
+        if why is not None:
+            self._send(agent_id, refusal(ask, why))
             return
         if isinstance(ask, Claim):
             self._send(agent_id, Claimed(ask.transfer_id, "", ""))
@@ -440,7 +437,7 @@ class PromptSource:
     def _grant_part(self, send: PendingSend, reader: SendReader, first: int, count: int) -> list[PartGrant]:
         reader.parts += 1
         blocks = send.blocks[first : first + count]
-        granted = self._grant(send, reader.agent_id, reader.ask.rank, reader.parts, blocks)
+        granted = self._grant(send, reader.agent_id, reader.ask.rank, reader.parts, blocks, reader.ask.wanted)
         if not granted:
             error = GrantRevokedError("the source could not grant the blocks")
             self._send(reader.agent_id, refusal(reader.ask, error))
@@ -450,10 +447,10 @@ class PromptSource:
         return granted
 
     def _grant(
-        self, send: PendingSend, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int]
+        self, send: PendingSend, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int], layers: range
     ) -> list[PartGrant]:
         ended = functools.partial(self._grant_ended, send, reader_rank)
-        return self._granting.grant(send, reader, reader_rank, part, blocks, ended)
+        return self._granting.grant(send, reader, reader_rank, part, blocks, layers, ended)
 
     def _grant_ended(self, send: PendingSend, reader_rank: int, grant: Grant, state: GrantState) -> None:
         with self._lock:

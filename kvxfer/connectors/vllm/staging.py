@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.common.ids import blocks_for
-from kvxfer.connectors.vllm.pages import LayerStorage
+from kvxfer.connectors.vllm.pages import LayerStorage, cut_stores
 from kvxfer.errors import LimitExceededError
 from kvxfer.layout.convertible import is_convertible
 from kvxfer.layout.kv_layout import KvLayout, KvPart
@@ -30,32 +30,22 @@ from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segm
 
 @dataclasses.dataclass(frozen=True)
 class HeadShare:
-    """How both engines divide the model's heads: equally among their ranks. Ours is ``rank`` of ``ranks``."""
+    """How both engines divide the model's heads: equally among their tensor ranks. Ours is ``rank`` of ``ranks``."""
 
     source_rank: int = 0
     sources: int = 1
     rank: int = 0
     ranks: int = 1
 
-    @property
-    def reads_several(self) -> bool:
-        """Whether our rank takes from several of theirs."""
-        return len(ranks_read(self.rank, self.ranks, self.sources)) > 1
-
-
-def ranks_read(rank: int, ranks: int, sources: int) -> range:
-    """Which of ``sources`` ranks have the heads of rank ``rank`` of ``ranks``: several if theirs have fewer heads or
-    other boundaries, and one for several of ours if theirs have more."""
-    return range(rank * sources // ranks, -(-(rank + 1) * sources // ranks))
-
 
 @dataclasses.dataclass(frozen=True)
 class Landing:
     """Pools, pages and blocks that a load is pulled into, in blocks of the source: ``blocks`` are ``first`` and those
-    after it of the prompt."""
+    after it of the prompt. ``layers``: their places among those of our rank."""
 
     pools: tuple[Pool, ...]
     stores: tuple[LayerStorage, ...]
+    layers: range
     first: int
     blocks: Sequence[int]
     cut: HeadShare
@@ -79,29 +69,37 @@ class Staging:
 
     @contextlib.asynccontextmanager
     async def land(
-        self, source: Member, cut: HeadShare, first: int, blocks: tuple[int, ...], tokens: int
+        self,
+        source: Member,
+        cut: HeadShare,
+        first: int,
+        blocks: tuple[int, ...],
+        tokens: int,
+        *,
+        layers: range,
+        is_one_of_several: bool,
     ) -> AsyncIterator[Landing]:
         """Where ``blocks`` of a prompt of ``tokens`` tokens, from our ``first``-th on, land when they come from
-        ``source``. Leave it when nothing can land any more.
+        ``source``, of those ``layers`` of our rank. ``is_one_of_several``: the load has other sources too. Leave it
+        when nothing can land any more.
 
         Raises IncompatibleError, naming the fields that differ; LimitExceededError where staging has no room for so
         much.
         """
         theirs = nearest(self._pools[0].published, source)
         if not compare(self._pools[0].published, theirs):
-            yield Landing(self._pools, self._stores, first, blocks, cut, is_staged=False)
+            yield self.in_place(first, blocks, layers, cut)
             return
         ours = self._pools[0].published
         if len(self._pools) > 1 or not is_convertible(ours, theirs, ranks=cut.ranks, sources=cut.sources):
             check(ours, theirs)
         start = first * self._pools[0].record.block_tokens // theirs.record.block_tokens
         count = blocks_for(tokens, theirs.record.block_tokens) - start
-        layers = self._stores[0].layers
-        size = layers * count * theirs.block_bytes
+        size = len(layers) * count * theirs.block_bytes
         if size > self._bytes_max:
             raise LimitExceededError(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
         async with self._room:
-            if cut.reads_several and self._bytes + size > self._bytes_max:  # to wait holding some would be for ever
+            if is_one_of_several and self._bytes + size > self._bytes_max:  # to wait holding some would be for ever
                 raise LimitExceededError("staging_bytes are in use, and a load of several sources does not wait")
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size
@@ -109,16 +107,16 @@ class Staging:
             pool = self._agent.register_pool(
                 theirs.record,
                 await _allocate(size),
-                block_count=layers * count,
+                block_count=len(layers) * count,
                 segments=(Segment(0, theirs.block_bytes, theirs.block_bytes),),
                 exposure=Exposure.GRANT,
                 checksum=self._pools[0].checksum,
                 is_published=False,
             )
             try:
-                steps = np.ones(layers, np.int64)
-                store = LayerStorage(pool.region, layers * count, 0, np.arange(layers, dtype=np.int64) * count, steps)
-                yield Landing((pool,), (store,), start, range(count), cut, is_staged=True)
+                steps, firsts = np.ones(len(layers), np.int64), np.arange(len(layers), dtype=np.int64) * count
+                store = LayerStorage(pool.region, len(layers) * count, 0, firsts, steps)
+                yield Landing((pool,), (store,), layers, start, range(count), cut, is_staged=True)
             finally:
                 self._agent.remove_pool(pool)
         finally:
@@ -130,24 +128,23 @@ class Staging:
         """Whether bytes from that source land in their final place."""
         return bool(source.pools) and not compare(self._pools[0].published, nearest(self._pools[0].published, source))
 
-    def in_place(self, first: int, blocks: tuple[int, ...]) -> Landing:
+    def in_place(self, first: int, blocks: tuple[int, ...], layers: range, cut: HeadShare | None = None) -> Landing:
         """Where ``blocks`` land from a source with the same layout that has all the heads of our rank."""
-        return Landing(self._pools, self._stores, first, blocks, HeadShare(), is_staged=False)
-
-    def is_replica(self, source: Member) -> bool:
-        """Whether each rank of the source's holds as many heads as ours: then one that holds ours holds all of them."""
-        ours = self._pools[0].published
-        return nearest(ours, source).record.kv_heads == ours.record.kv_heads
+        parts = [(pool, store) for _, pool, store in cut_stores(self._pools, self._stores, layers)]
+        pools, stores = tuple(pool for pool, _ in parts), tuple(store for _, store in parts)
+        return Landing(pools, stores, layers, first, blocks, cut or HeadShare(), is_staged=False)
 
     def unpack(self, landing: Landing, first: int, blocks: tuple[int, ...], tokens: int) -> None:
         """Convert the staged pages into ours: tokens of our ``first``-th block and those after it. From any thread."""
         record, theirs = self._pools[0].record, landing.pools[0].record
+        own = self._stores[0].cut(landing.layers)
+        assert own is not None, "a landing has layers"
         repack(
             landing.stores[0],
             theirs,
             landing.blocks,
             landing.first * theirs.block_tokens,
-            self._stores[0],
+            own,
             record,
             blocks,
             first * record.block_tokens,
@@ -187,7 +184,7 @@ def layout_of(store: LayerStorage, record: CompatibilityRecord, head_offset: int
         regions=((0, 0),) * store.layers,
         offsets=tuple((first, first + tokens * dims * item) for first in base),
         block_tokens=tokens,
-        block_count=store.page_count // store.layers,
+        block_count=store.blocks,
         heads=heads,
         head_offset=head_offset,
         total_heads=total_heads,

@@ -17,9 +17,10 @@ from kvxfer.types import Incarnation, TransferId
 class LoadOrder:
     """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
     engine. ``has_direct``: the source has granted the whole prompt. ``traceparent``: the request's. ``incarnations``:
-    those of the sources that have the prompt, and their signed ``agent_metadata``; empty if unknown. ``is_open``: the
-    request names no reader at the source, so of several engines the first that asks gets the prompt. ``code`` and
-    ``text``: the wait for the prompt ended with that error, and so does this load, at once."""
+    those of the sources that have the prompt, and their signed ``agent_metadata``; empty if unknown. ``stages``: where
+    each pipeline stage of theirs ends (:func:`.shares.stages_of`). ``is_open``: the request names no reader at the
+    source, so of several engines the first that asks gets the prompt. ``code`` and ``text``: the wait for the prompt
+    ended with that error, and so does this load, at once."""
 
     request_id: str
     transfer_id: TransferId
@@ -33,6 +34,7 @@ class LoadOrder:
     incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
+    stages: str = ""
     code: str = ""
     text: str = ""
 
@@ -40,7 +42,7 @@ class LoadOrder:
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemotePrompt:
     """A request whose KV lies with the ranks ``sources`` of another engine, in those ``incarnations``, which
-    ``agent_metadata`` describes. ``is_open`` as in :class:`LoadOrder`."""
+    ``agent_metadata`` describes. ``is_open`` and ``stages`` as in :class:`LoadOrder`."""
 
     request_id: str
     transfer_id: TransferId
@@ -48,6 +50,7 @@ class RemotePrompt:
     incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
+    stages: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

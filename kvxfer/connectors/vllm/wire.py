@@ -23,23 +23,30 @@ KEEPS_MAX = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final.
-    ``readers`` ranks of its engine will take something from the source. ``is_early``: the source may not have heard of
-    the prompt yet. ``attempt`` grows each time that the source revoked its grants: earlier grants are void, and parts
-    are numbered from ``attempt * PARTS_MAX`` on."""
+    """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final; of them
+    ``layers`` layers, from the model's ``first_layer`` on. ``readers`` ranks of its engine will take something from the
+    source. ``is_early``: the source may not have heard of the prompt yet. ``attempt`` grows each time that the source
+    revoked its grants: earlier grants are void, and parts are numbered from ``attempt * PARTS_MAX`` on."""
 
     transfer_id: TransferId
     rank: int
     attempt: int
     readers: int
     first: int
+    first_layer: int
+    layers: int
     is_early: bool
+
+    @property
+    def wanted(self) -> range:
+        """The layers, as numbered in the model."""
+        return range(self.first_layer, self.first_layer + self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartReady:
-    """Source to reader: part ``part`` is granted. It holds all layers of blocks ``first`` to ``first + count`` of the
-    prompt's ``total``, layer by layer."""
+    """Source to reader: part ``part`` is granted. It holds the layers that were asked for of blocks ``first`` to
+    ``first + count`` of the prompt's ``total``, layer by layer."""
 
     transfer_id: TransferId
     part: int

@@ -20,11 +20,13 @@ from kvxfer.connectors.common.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.vllm.arrivals import ArrivalSocket
 from kvxfer.connectors.vllm.digests import Digests
-from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded, report_of
+from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded, ended_early
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.parallel import engine_shape
+from kvxfer.connectors.vllm.readership import Readership
 from kvxfer.connectors.vllm.source import SWEEP_S, PromptSource
 from kvxfer.connectors.vllm.steps import Close, LoadOrder, News, RemotePrompt, Report, Standing, StepOrders
 from kvxfer.connectors.vllm.stream_callbacks import Callback, Fence, StreamCallbacks, at_once, cuda_events
@@ -65,6 +67,8 @@ class WorkerHalf:
         model: str,
         rank: int,
         ranks: int,
+        stages: str = "",
+        heads: int = 0,
         new_agent: Callable[[WorkerInfo], Agent],
         max_context_tokens: int = 0,
         groups: Sequence[Sequence[str]] = (),
@@ -73,15 +77,17 @@ class WorkerHalf:
         loaded: Loaded = LOADED,
         events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
-        """``max_context_tokens`` of the engine tells routers which requests it can hold; 0: unknown. ``groups``: the
-        layers of each KV group of an engine with ``blocks`` blocks; empty: all are of one group that keeps every token.
-        ``weights``: the watcher of its weights; ``None``: what ``make_record`` says is final. ``events(device)`` is
-        called if the KV cache is on a CUDA device."""
+        """``ranks`` of the engine, whose pipeline ``stages`` end there (:func:`.shares.stages_of`), and the KV
+        ``heads`` of its whole model; 0: as many as its tensor ranks keep together. ``max_context_tokens`` of the engine
+        tells routers which requests it can hold; 0: unknown. ``groups``: the layers of each KV group of an engine with
+        ``blocks`` blocks; empty: all are of one group that keeps every token. ``weights``: the watcher of its weights;
+        ``None``: what ``make_record`` says is final. ``events(device)`` is called if the KV cache is on a CUDA
+        device."""
         self._options = options
         self._make_record = make_record
         self._model = model
         self._rank = rank
-        self._ranks = ranks
+        self._ranks, self._stages, self._heads = ranks, stages, heads
         self._new_agent = new_agent
         self._max_context_tokens = max_context_tokens
         self._groups, self._blocks = groups, blocks
@@ -122,6 +128,7 @@ class WorkerHalf:
         if pages.cuda_device is not None and self._options.record_digests:
             raise ConfigError("record_digests reads the host's memory: this KV cache is a CUDA device's")
         record = self._make_record(pages)
+        shape = engine_shape(self._ranks, self._stages, self._rank, pages)
         if self._weights is not None:
             record = dataclasses.replace(record, weights_fingerprint=self._weights.fingerprint)
         is_first = self._rank == 0
@@ -133,6 +140,7 @@ class WorkerHalf:
             max_context_tokens=self._max_context_tokens,
             block_tokens=record.block_tokens,
             dialect=Dialect.VLLM,
+            stages=self._stages,
         )
         agent = self._new_agent(info)
         pools = tuple(
@@ -144,10 +152,12 @@ class WorkerHalf:
         runtime = Runtime(agent, self._serve)
         if pages.cuda_device is not None:
             self._after = StreamCallbacks(self._events(pages.cuda_device), runtime.call).after
+        heads = self._heads or record.kv_heads * shape.tensor_ranks
+        readership = Readership(self._rank, shape, heads, storages=len(pools))
         self._source = PromptSource(
-            agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after
+            agent, pools, pages, self._options, self._rank, readership.stage, runtime.call, self._freed, self._after
         )
-        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended, runtime.call)
+        self._loads = Loads(agent, pools, pages, self._options, readership, self._ended, runtime.call)
         notify = self._loads.notify
         self._waits = Waits(self._options, lambda agent_id, some: notify(agent_id, *some), self._stands)
         if self._options.record_digests:
@@ -276,7 +286,8 @@ class WorkerHalf:
         left = {load.request_id for load in orders.loads}
         remotes = tuple(
             RemotePrompt(
-                load.request_id, load.transfer_id, load.sources, load.incarnations, load.agent_metadata, load.is_open
+                *(load.request_id, load.transfer_id, load.sources, load.incarnations, load.agent_metadata),
+                *(load.is_open, load.stages),
             )
             for load in orders.loads
         )
@@ -296,10 +307,9 @@ class WorkerHalf:
     def _fail(self, order: LoadOrder, error: KvxferError) -> None:
         """The load is over before it began."""
         self._loading += 1
-        fetch = Fetch(order, order.sources[0], 0, 1)
-        report = report_of(order, [fetch], error)
-        fetch.end_span(report)
-        self._ended(LoadEnded(order, error, report))
+        fetch, ended = ended_early(order, error)
+        fetch.end_span(ended.report)
+        self._ended(ended)
 
     def _begin_loads(self, orders: StepOrders) -> None:
         """Begin the loads that this thread can begin. The loop gets the others, and those that take long."""

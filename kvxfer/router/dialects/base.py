@@ -81,6 +81,10 @@ class LegWorker(Protocol):
         """How many agents its engine has."""
 
     @property
+    def stages(self) -> str:
+        """Where the pipeline stages of its engine end (``WorkerInfo.stages``)."""
+
+    @property
     def agent_id(self) -> str: ...
 
     @property

@@ -31,7 +31,11 @@ def transfer_params(pair: Pair, part: Part) -> TransferParams:
         transfer_id=pair.transfer_id,
         attempt=pair.attempt,
         role=part,
-        source=TransferEnd(pair.source.agent_id, pair.source.ranks, pair.source.url),
-        destination=TransferEnd(pair.decode.agent_id, pair.decode.ranks, pair.decode.url),
+        source=_end_of(pair.source),
+        destination=_end_of(pair.decode),
         timeout_s=pair.timeout_s,
     )
+
+
+def _end_of(worker: LegWorker) -> TransferEnd:
+    return TransferEnd(worker.agent_id, worker.ranks, worker.url, worker.stages)

@@ -107,7 +107,7 @@ class WorkerEntry:
         self.capacity: Capacity = capacity_of(member)
         skeleton = Candidate(
             member,
-            ranks=self.worker.ranks,
+            ranks=self.worker.tensor_ranks,
             clips_answers=self.worker.dialect in CLIPPING_DIALECTS,
             known_capacity=self.capacity,
             is_alone=self.worker.dialect == EngineDialect.PLAIN,

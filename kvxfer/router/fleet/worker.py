@@ -85,6 +85,15 @@ class Worker:
         return self.member.info.http_url
 
     @property
+    def stages(self) -> str:
+        return self.member.info.stages
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Agents that divide the heads of one layer."""
+        return max(1, self.ranks // self.member.info.stage_count)
+
+    @property
     def has_lease(self) -> bool:
         """Whether the coordinator tells when it is gone, what it serves, and its load."""
         return self.source == WorkerSource.COORDINATOR

@@ -10,7 +10,6 @@ import pytest
 
 from kvxfer.connectors.vllm.record import (
     adapter_fingerprint,
-    check_parallel,
     check_scales,
     config_fingerprint,
     engine_facts,
@@ -18,14 +17,6 @@ from kvxfer.connectors.vllm.record import (
 )
 from kvxfer.errors import ConfigError
 from kvxfer.types import why_unknown
-
-
-def test_a_rank_keeps_all_tokens_of_all_layers() -> None:
-    check_parallel(SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1))
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2"):
-        check_parallel(SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match="decode_context_parallel_size 2"):
-        check_parallel(SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=2))
 
 
 def test_a_config_is_the_same_wherever_it_lies() -> None:

@@ -13,6 +13,7 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.common.runtime import Runtime
 from kvxfer.connectors.vllm.fetch import Fetch
 from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.shares import RankShare
 from kvxfer.connectors.vllm.source import PromptSource
 from kvxfer.connectors.vllm.steps import LoadOrder, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
@@ -150,7 +151,7 @@ def test_load_released_in_its_own_step_is_not_begun(monkeypatch: pytest.MonkeyPa
 
 def test_loads_that_ended_are_not_looked_after_in_steps_that_compute() -> None:
     half = new_worker(rank=0)
-    fetch = Fetch(new_load(), "p", 0, 1)
+    fetch = Fetch(new_load(), RankShare(0, (0,), range(1)), 1)
     fetch.is_ended = fetch.is_told = True
     half._begun.append(fetch)
     half._freed("another")  # something else ended: no send waits

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm import staging as staging_module
 from kvxfer.connectors.vllm.pages import LayerStorage
-from kvxfer.connectors.vllm.staging import HeadShare, Staging, ranks_read, repack
+from kvxfer.connectors.vllm.shares import ranks_read
+from kvxfer.connectors.vllm.staging import HeadShare, Staging, repack
 from kvxfer.errors import IncompatibleError, LimitExceededError
 from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import (
@@ -173,7 +174,9 @@ async def staging_of(bytes_max: int = 1 << 30) -> AsyncIterator[Staging]:
 async def land(theirs: CompatibilityRecord, cut: HeadShare = ALONE, *, bytes_max: int = 1 << 30) -> bool:
     async with (
         staging_of(bytes_max) as staging,
-        staging.land(member(theirs), cut, 1, (3, 4), 40) as landing,
+        staging.land(
+            member(theirs), cut, 1, (3, 4), 40, layers=range(LAYERS), is_one_of_several=cut.sources > 1
+        ) as landing,
     ):
         assert {pool.checksum for pool in landing.pools} == {ChecksumMode.SAMPLED}
         assert [pool.is_published for pool in landing.pools] == [not landing.is_staged]
@@ -224,7 +227,7 @@ async def test_the_loop_goes_on_while_memory_is_made(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(staging_module, "allocate_region", slowly)
     theirs = dataclasses.replace(RECORD, block_tokens=32)
     async with staging_of() as staging, contextlib.AsyncExitStack() as stack:
-        landing = staging.land(member(theirs), ALONE, 1, (3, 4), 40)
+        landing = staging.land(member(theirs), ALONE, 1, (3, 4), 40, layers=range(LAYERS), is_one_of_several=False)
         given_up = asyncio.create_task(stack.enter_async_context(landing))
         await asyncio.sleep(0.05)  # on the loop, which the memory would hold up
         given_up.cancel()

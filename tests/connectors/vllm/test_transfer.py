@@ -31,6 +31,7 @@ from tests.support.vllm_connector.pair import (
     load_order,
     new_id,
     open_order,
+    readership_of,
     until,
 )
 
@@ -216,12 +217,11 @@ async def test_a_prompt_of_two_readers_is_kept_for_both(p: Rank, d: Rank) -> Non
         d.loads._staging._pools,
         pages,
         OPTIONS,
-        1,
-        2,
+        readership_of(1, 2),
         done.set_result,
         asyncio.get_running_loop().call_soon_threadsafe,
     )
-    d.loads._ranks = 2
+    d.loads._readership = readership_of(0, 2)
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
     over = await d.load(load_order(0, (5, 6), has_direct=True))

@@ -17,7 +17,7 @@ from kvxfer.connectors.vllm.params import DecodeLeg, handed_over, parse
 from kvxfer.connectors.vllm.steps import LoadOrder
 from kvxfer.connectors.vllm.wire import Ask, Claim, Claimed, Keep, Refuse, Release
 from tests.support.vllm_connector.orders import Reader, Script, Table, interleavings, run
-from tests.support.vllm_connector.pair import OPTIONS, engines_of, finish_order, load_order, new_id, until
+from tests.support.vllm_connector.pair import LAYERS, OPTIONS, engines_of, finish_order, load_order, new_id, until
 
 Way = Callable[[Reader], Script]
 TURNS = 5
@@ -77,7 +77,7 @@ def test_one_that_dies_ends_only_what_was_its_own(way: Way) -> None:
 
 def bound_to_d(table: Table) -> None:
     table.finish()
-    table.source.on_message("d", Ask(new_id(), 0, 0, 1, 0, is_early=False))
+    table.source.on_message("d", Ask(new_id(), 0, 0, 1, 0, 0, LAYERS, is_early=False))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def bound_to_d(table: Table) -> None:
         Release(new_id(), 0, 1),
         Release(new_id(), 1, 2),
         Keep((new_id(),)),
-        Ask(new_id(), 0, 0, 1, 0, is_early=True),
-        Ask(new_id(), 0, 3, 1, 0, is_early=False),
-        Ask(new_id(), 1, 0, 9, 0, is_early=False),
+        Ask(new_id(), 0, 0, 1, 0, 0, LAYERS, is_early=True),
+        Ask(new_id(), 0, 3, 1, 0, 0, LAYERS, is_early=False),
+        Ask(new_id(), 1, 0, 9, 0, 0, LAYERS, is_early=False),
         Claim(new_id(), 1, is_early=True),
     ],
     ids=repr,
@@ -110,7 +110,7 @@ def test_a_repeated_ask_of_another_engine_is_answered() -> None:
     """Not taken for a repeat of the reader's own, which would leave it waiting for its deadline."""
     table = Table()
     bound_to_d(table)
-    table.source.on_message("e", Ask(new_id(), 0, 0, 1, 0, is_early=False))
+    table.source.on_message("e", Ask(new_id(), 0, 0, 1, 0, 0, LAYERS, is_early=False))
     (refusal,) = table.agent.told["e"]
     assert isinstance(refusal, Refuse)
     assert (refusal.code, refusal.text) == ("refused", "that prompt is promised to another engine")

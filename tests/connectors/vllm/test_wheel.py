@@ -139,4 +139,4 @@ def test_every_method_of_the_connector_is_one_that_the_manifest_knows(root: path
         for line in MANIFEST.read_text().splitlines()
         if line.startswith(("KVConnectorBase_V1.", "SupportsHMA."))
     }
-    assert methods - known - {"_scheduler", "_worker", "worker_half", "_take_results"} == set()
+    assert methods - known - {"_scheduler", "_worker", "worker_half", "_take_results", "_know_ranks"} == set()

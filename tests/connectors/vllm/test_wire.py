@@ -30,7 +30,7 @@ ids = st.binary(min_size=16, max_size=16).map(TransferId)
 counts = st.integers(0, (1 << 31) - 1)
 attempts = st.integers(0, ATTEMPTS_MAX - 1)
 messages = st.one_of(
-    st.builds(Ask, ids, counts, attempts, counts, counts, st.booleans()),
+    st.builds(Ask, ids, counts, attempts, counts, counts, counts, counts, st.booleans()),
     st.builds(PartReady, ids, counts, counts, counts, counts),
     st.builds(Refuse, ids, attempts, st.text(max_size=20), st.text(max_size=200)),
     st.builds(Keep, st.lists(ids, max_size=5).map(tuple)),

@@ -210,7 +210,7 @@ VLLM_PARAMS = [
     {"do_remote_decode": True, "transfer_id": None},
 ]
 NOTIFICATIONS = [
-    wire.Ask(TRANSFER, 1, 0, 2, 3, True),
+    wire.Ask(TRANSFER, 1, 0, 2, 3, 0, 32, True),
     wire.PartReady(TRANSFER, 1, 2, 3, 4),
     wire.Refuse(TRANSFER, 1, "busy", "why"),
     wire.Keep((TRANSFER, TRANSFER)),

@@ -15,6 +15,7 @@ from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, parse_transfer_pa
 from kvxfer.protocol.http_url import URL_CHARS_MAX
 from kvxfer.router.dialects import DIALECTS, Handover, HandoverError, Order, Pair, dialect
 from kvxfer.router.dialects.sglang import ROOM_MAX
+from kvxfer.types import STAGES
 from tests.support.router_bodies import (
     CHAT,
     COMPLETIONS,
@@ -100,6 +101,14 @@ def test_kvxfers_engine_gets_the_clients_body_and_its_part(path: str) -> None:
     assert decode == {**body, "kv_transfer_params": {**OURS, "role": "decode"}}
     parsed = parse_transfer_params(decode["kv_transfer_params"])
     assert (parsed.role, parsed.timeout_s, parsed.transfer_id) == (Part.DECODE, 30.0, TRANSFER_ID)
+
+
+@pytest.mark.parametrize("dialect", ["kvxfer", "vllm-kvxfer"])
+def test_a_leg_says_where_the_sources_stages_end(dialect: str) -> None:
+    staged = dataclasses.replace(PAIR, prefill=BareWorker(ranks=4, stages="16,32"))
+    for leg in legs(dialect, CHAT, staged):
+        assert leg["kv_transfer_params"]["source"] == {**OURS["source"], "ranks": 4, "stages": "16,32"}
+        assert leg["kv_transfer_params"]["destination"] == OURS["destination"]
 
 
 def test_a_pair_without_a_timeout_says_none() -> None:
@@ -316,7 +325,9 @@ def test_the_mock_engine_understands_both_legs_as_one_transfer(name: str, kind: 
 @pytest.mark.parametrize("name", sorted(DIALECTS - {"plain"}))
 def test_a_leg_grows_by_no_more_than_workers_leave_room_for(name: str) -> None:
     host = "h" * (URL_CHARS_MAX - len("http://:65535"))
-    worker = BareWorker("a" * 64, f"http://{host}:65535", bootstrap_port=65535, dp_rank=1 << 15, ranks=1 << 31)
+    stages = ",".join(["9999"] * 32)
+    worker = BareWorker("a" * 64, f"http://{host}:65535", 65535, 1 << 15, ranks=1 << 31, stages=stages)
+    assert STAGES.fullmatch(stages)
     pair = Pair(worker, worker, TRANSFER_ID, 1 << 16, ROOM_MAX, 86399.123456789, prefill_engine_id="e" * 256)
     spoken = dialect(name)
     for path, fields in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kvxfer.router.fleet.members import workers_of
@@ -27,6 +29,16 @@ def test_members_that_follow_an_engine_by_number_are_its_ranks() -> None:
     members += [member("q", dialect="vllm"), member("q.1", dialect="vllm")]
     ranks = {worker.agent_id: worker.ranks for worker in workers_of(Membership(1, tuple(members)))}
     assert (ranks["p"], ranks["q"]) == (3, 1)
+
+
+def test_ranks_of_pipeline_stages_do_not_divide_heads() -> None:
+    names = ("p", "p.1", "p.2", "p.3")
+    members = [member(name, dialect="vllm", port=name == "p") for name in names]
+    staged = [dataclasses.replace(one, info=dataclasses.replace(one.info, stages="16,32")) for one in members]
+    worker, *_ = workers_of(Membership(1, tuple(staged)))
+    assert (worker.ranks, worker.tensor_ranks, worker.stages) == (4, 2, "16,32")
+    worker, *_ = workers_of(Membership(1, tuple(members)))
+    assert (worker.ranks, worker.tensor_ranks, worker.stages) == (4, 4, "")
 
 
 @pytest.mark.parametrize("dialects", [("kvxfer", "kvxfer"), ("kvxfer", "vllm"), ("vllm", "kvxfer")])

@@ -5,16 +5,15 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 "pause_s" is slept after each step, so that a test finds a prompt half computed.
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
-"free" | "preempted" | "digests" | "busy" | "moved" | "nixl" | "groups" | "sent" | "arrived"}, {"op": "poison"},
-{"op": "zero", "group"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
-collective_rpc); "add" may have "lora": {"id", "name", "path"}, and "apart": the prompt's last token is
-computed as a decode engine does that was given the others, in an engine that has nothing else to do, and "sampling":
-more of vLLM's sampling parameters. Events:
+"free" | "preempted" | "digests" | "rank digests" | "busy" | "moved" | "nixl" | "groups" | "sent" | "arrived"}, {"op":
+"poison"}, {"op": "zero", "group"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's collective_rpc); "add" may
+have "lora": {"id", "name", "path"}, and "apart": the prompt's last token is computed as a decode engine does that was
+given the others, in an engine that has nothing else to do, and "sampling": more of vLLM's sampling parameters. Events:
 {"event": "ready"}, {"event": "first", "id"},
 {"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms", "cached"},
 {"event": "answer", "value"}.
-"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "cached": tokens of the
-prompt that were not computed. "moved": what
+"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "rank digests": of every
+rank, with `worker_digests.WorkerDigests`. "cached": tokens of the prompt that were not computed. "moved": what
 NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}. "groups", "sent", "arrived",
 "poison", "zero": `group_bytes.GroupBytes`.
 """
@@ -66,13 +65,8 @@ class Driver:
         self.pause_s = options["pause_s"]
         config = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
         self.group_bytes = GroupBytes()
-        llm = LLM(
-            enforce_eager=True,
-            seed=0,
-            disable_log_stats=True,
-            **{"dtype": "float32", "distributed_executor_backend": "uni", **options["llm"]},
-            **config,
-        )
+        defaults = {"dtype": "float32", "distributed_executor_backend": "uni", "enforce_eager": True, "seed": 0}
+        llm = LLM(disable_log_stats=True, **{**defaults, **options["llm"]}, **config)
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.group_bytes.watch(self.scheduler, config=self.engine.vllm_config)
@@ -186,6 +180,8 @@ class Driver:
             return getattr(self.group_bytes, what)
         if what == "nixl":
             return sys.modules["nixl._api"].__file__
+        if what == "rank digests":
+            return self.engine.model_executor.collective_rpc("kv_digests")  # no call of an operator
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half.digests.as_dict()

@@ -42,7 +42,12 @@ FUNCTIONS = {
     f"{CONNECTOR}/utils.py": ("get_current_attn_backends",),
     "v1/attention/backends/cpu_attn.py": ("_get_attn_isa",),
     "v1/metrics/utils.py": ("create_metric_per_engine",),
-    "distributed/parallel_state.py": ("get_tensor_model_parallel_rank",),
+    "distributed/parallel_state.py": (
+        "get_pp_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+    ),
+    "distributed/utils.py": ("get_pp_indices",),
     "tracing/__init__.py": ("extract_trace_context", "instrument_manual"),
     "tracing/otel.py": ("extract_trace_context", "instrument_manual"),
     "tracing/utils.py": ("extract_trace_context", "instrument_manual"),
@@ -84,6 +89,9 @@ ATTRIBUTES = {
         "architectures",
         "hf_config",
         "get_num_kv_heads",
+        "get_total_num_kv_heads",
+        "get_total_num_hidden_layers",
+        "use_mla",
         "get_head_size",
     ),
     ("v1/core/sched/output.py", "SchedulerOutput"): (

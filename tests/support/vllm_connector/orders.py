@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.source import PromptSource
+from kvxfer.connectors.vllm.stage import StageLayers
 from kvxfer.connectors.vllm.wire import Ask, Keep, Message, PartReady, Refuse, Release, decode
 from kvxfer.types import GrantState, TransferId
 from tests.support.vllm_connector.pair import BLOCKS, LAYERS, OPTIONS, PAGE, Pages, finish_order, new_id, stores_of
@@ -134,6 +135,7 @@ class Table:
             pages,
             OPTIONS,
             rank,
+            StageLayers.whole(LAYERS),
             lambda function, *arguments: function(*arguments),
             self.freed.append,
         )
@@ -200,7 +202,7 @@ class Reader:
 
     def ask(self) -> Script:
         """It has the beginning of the prompt in its cache, or was refused."""
-        self.say(Ask(new_id(), 0, 0, 1, 0, is_early=True))
+        self.say(Ask(new_id(), 0, 0, 1, 0, 0, LAYERS, is_early=True))
         told = self.agent.told.setdefault(self.name, [])
         yield lambda: len(told) > 0
         code = ""

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import LayerStorage, Pages
+from kvxfer.connectors.vllm.readership import Readership
+from kvxfer.connectors.vllm.shares import shape_of, stages_of
 from kvxfer.connectors.vllm.source import PromptSource
 from kvxfer.connectors.vllm.steps import Close, Finish, LoadOrder, Open, Standing, StepOrders
 from kvxfer.connectors.vllm.stream_callbacks import StreamCallbacks, at_once
@@ -56,10 +58,12 @@ class Rank:
     device: Device | None
     begins: bool
     """Loads are begun and waited for by a thread that is not the loop's, as vLLM's forward thread does."""
+    first_layer: int = 0
+    """Of its pipeline stage."""
 
     def write(self, layer: int, blocks: list[int], seed: int) -> None:
         """What a forward does to one layer, or asks the device to do."""
-        draw = np.random.default_rng((seed, layer))
+        draw = np.random.default_rng((seed, self.first_layer + layer))
         content = draw.integers(0, 256, (len(blocks), PAGE), np.uint8)
         write = functools.partial(self.memory.__setitem__, (layer, blocks), content)
         if self.device is None:
@@ -84,7 +88,7 @@ class Rank:
     def forward(self, orders: StepOrders, blocks: list[int], seed: int = 0) -> None:
         """A step that writes ``blocks``, layer after layer."""
         self.source.begin_step(orders)
-        for layer in range(LAYERS):
+        for layer in range(len(self.memory)):
             self.write(layer, blocks, seed)
             self.source.layer_saved(layer)
         self.source.step_saved()
@@ -121,10 +125,15 @@ def tell(loop: asyncio.AbstractEventLoop, done: dict[str, asyncio.Future[LoadEnd
     loop.call_soon_threadsafe(done[over.order.request_id].set_result, over)
 
 
+def readership_of(rank: int, ranks: int, stages: str = "", *, storages: int = 1) -> Readership:
+    """Of a rank that keeps the one head of all layers, or of its stage's."""
+    return Readership(rank, shape_of(ranks, stages_of(stages, LAYERS)), RECORD.kv_heads, storages=storages)
+
+
 def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[LayerStorage, ...]:
     """The layers in ``count`` storages, in order."""
     stores = []
-    for layers in np.array_split(np.arange(LAYERS), count):
+    for layers in np.array_split(np.arange(len(memory)), count):
         part = memory[layers[0] : layers[-1] + 1]
         region = Region(part.ctypes.data, part.nbytes, part)
         first = np.arange(len(layers)) * BLOCKS
@@ -154,16 +163,27 @@ async def two_ranks(
 
 @contextlib.asynccontextmanager
 async def engines_of(
-    options: ConnectorOptions, names: Sequence[str], *, stores: int = 1, how: str = "thread", ranks: int = 1
+    options: ConnectorOptions,
+    names: Sequence[str],
+    *,
+    stores: int = 1,
+    how: str = "thread",
+    ranks: int = 1,
+    stages: Mapping[str, str] | None = None,
 ) -> AsyncIterator[dict[str, Rank]]:
-    """The ranks of the engines ``names``, by the names of their agents; else as :func:`two_ranks`."""
+    """The ranks of the engines ``names``, by the names of their agents; else as :func:`two_ranks`. ``ranks``: of each
+    stage; ``stages``: at which layers those of each engine end."""
     made: dict[str, Rank] = {}
     async with contextlib.AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
-        for engine, rank in itertools.product(names, range(ranks)):
+        ends = {name: (stages or {}).get(name, "") for name in names}
+        counts = {name: ranks * (ends[name].count(",") + 1) for name in names}
+        for engine, rank in [(name, rank) for name in names for rank in range(counts[name])]:
             name = rank_agent(engine, rank)
-            memory = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
-            layers = tuple(f"layer {i}" for i in range(LAYERS))
+            readership = readership_of(rank, counts[engine], ends[engine], storages=stores)
+            stage = readership.stage
+            memory = np.zeros((stage.count, BLOCKS, PAGE), np.uint8)
+            layers = tuple(f"layer {i}" for i in stage.layers)
             pages = Pages(layers, PAGE, stores_of(memory, stores))
             agent = Agent(WorkerInfo(name, Role.BOTH, "m", ""), token=TOKEN, config=options.agent_config(0))
             pools = tuple(
@@ -174,12 +194,14 @@ async def engines_of(
             done: dict[str, asyncio.Future[LoadEnded]] = {}
             device = Device() if how == "device" else None
             after = at_once if device is None else StreamCallbacks(device.record, loop.call_soon_threadsafe).after
-            source = PromptSource(agent, pools, pages, options, rank, loop.call_soon_threadsafe, freed.append, after)
-            on_done = functools.partial(tell, loop, done)
-            loads = Loads(agent, pools, pages, options, rank, ranks, on_done, loop.call_soon_threadsafe)
+            call_soon = loop.call_soon_threadsafe
+            source = PromptSource(agent, pools, pages, options, rank, stage, call_soon, freed.append, after)
+            loads = Loads(agent, pools, pages, options, readership, functools.partial(tell, loop, done), call_soon)
             stood: list[Standing] = []
             waits = Waits(options, functools.partial(tell_each, loads), stood.append)
-            made[name] = Rank(agent, memory, source, loads, waits, stood, freed, done, device, how == "thread")
+            made[name] = Rank(
+                agent, memory, source, loads, waits, stood, freed, done, device, how == "thread", stage.first
+            )
         agents = [rank.agent for rank in made.values()]
         for one, other in () if options.discovery else itertools.permutations(agents, 2):
             one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])
