@@ -126,7 +126,7 @@ class Pages:
         for name, tensor in caches.items():
             if tuple(tensor.shape) != shape or tensor.element_size() != itemsize:
                 raise ConfigError(
-                    f"layer {name} keeps blocks of another shape than {names[0]}; kvxfer needs equal ones"
+                    f"layer {name} keeps blocks of another shape or precision than {names[0]}; kvxfer needs equal ones"
                 )
             if not _is_dense(tensor):
                 raise ConfigError(f"a block of layer {name} is not one piece of memory: strides {tensor.stride()}")

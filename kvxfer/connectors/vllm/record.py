@@ -45,6 +45,7 @@ def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages:
     cache kvxfer cannot move."""
     check_scales(vllm_config.cache_config)
     check_pages(pages, kv_cache_config.num_blocks)
+    check_page_bytes(pages, kv_cache_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     backend, packing = _attention(vllm_config)
     kind = str(cache.cache_dtype)
@@ -89,6 +90,23 @@ def check_pages(pages: Pages, blocks: int) -> None:
         raise ConfigError(
             f"this attention backend cuts the KV cache into {found} pages, not one a layer for each of {blocks} blocks"
         )
+
+
+def check_page_bytes(pages: Pages, kv_cache_config: Any) -> None:
+    """Raise ConfigError where vLLM's page of a layer is not the page that moves: what is beside the tensors that it
+    registers, such as the scales of each token, would be left behind. Kernels may cut a block into several pages."""
+    for group in kv_cache_config.kv_cache_groups:
+        whole = group.kv_cache_spec
+        for spec in getattr(whole, "kv_cache_specs", {"": whole}).values():
+            size = getattr(spec, "unpadded_page_size_bytes", getattr(spec, "page_size_bytes", None))
+            if not isinstance(size, int):
+                continue
+            fits = size <= pages.page_bytes if pages.stores[0].group is not None else size % pages.page_bytes == 0
+            if not fits:
+                raise ConfigError(
+                    f"kvxfer would move pages of {pages.page_bytes} bytes, and vLLM keeps {size} for each block of a "
+                    f"layer ({type(spec).__name__}): something lies beside the tensors that it registers"
+                )
 
 
 def check_scales(cache_config: Any) -> None:

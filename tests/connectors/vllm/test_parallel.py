@@ -1,7 +1,8 @@
-"""Divisions of an engine among ranks: which are moved, and which are refused by name."""
+"""Divisions of an engine among ranks, and pages: which are moved, and which are refused by name."""
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvxfer.connectors.vllm.groups import GroupKind, KvGroup, KvGroups
 from kvxfer.connectors.vllm.pages import LayerStorage, Pages
 from kvxfer.connectors.vllm.parallel import check_parallel, engine_shape, ranks_of, stages_text, total_heads
 from kvxfer.connectors.vllm.readership import Readership
+from kvxfer.connectors.vllm.record import check_page_bytes
 from kvxfer.connectors.vllm.shares import shape_of, stages_of
 from kvxfer.connectors.vllm.steps import LoadOrder
 from kvxfer.errors import ConfigError, IncompatibleError
@@ -111,3 +113,25 @@ def test_several_storages_have_equal_stages() -> None:
     assert reader.counterpart(order(2)) is None
     with pytest.raises(IncompatibleError, match="2 storages"):
         reader.of(order(1))
+
+
+def caches(*groups: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups])
+
+
+def test_a_page_that_moves_is_vllms_whole_page() -> None:
+    """Scales of each token may lie beside what vLLM registers."""
+    check_page_bytes(pages(3), caches(SimpleNamespace(page_size_bytes=64)))
+    check_page_bytes(pages(3), caches(SimpleNamespace(page_size_bytes=128)))  # kernels cut a block in two
+    check_page_bytes(pages(3), caches(SimpleNamespace()))
+    each = SimpleNamespace(kv_cache_specs={"a": SimpleNamespace(page_size_bytes=64)})
+    check_page_bytes(pages(3), caches(each))
+    each.kv_cache_specs["b"] = SimpleNamespace(page_size_bytes=72)
+    for spec in (SimpleNamespace(page_size_bytes=72), SimpleNamespace(page_size_bytes=32), each):
+        with pytest.raises(ConfigError, match="something lies beside the tensors"):
+            check_page_bytes(pages(3), caches(spec))
+    (store,) = pages(3).stores
+    overlaid = Pages(("a", "b", "c"), 64, (dataclasses.replace(store, group=np.zeros(3, np.int64)),))
+    check_page_bytes(overlaid, caches(SimpleNamespace(page_size_bytes=48)))  # the rest of its page is room
+    with pytest.raises(ConfigError, match="something lies beside the tensors"):
+        check_page_bytes(overlaid, caches(SimpleNamespace(page_size_bytes=72)))
