@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.vllm.checks import wait_free
+from tests.support.vllm.checks import STARVED, TRIES, wait_free
 from tests.support.vllm.engines import Cluster, both_legs, hand_over
 from tests.support.vllm.hybrid import token_ids
 from tests.support.vllm.hybrid_models import KINDS, make_hybrid_model
@@ -27,9 +27,6 @@ RANKS = {"lp": 1, "ld": 1, "lp2": 2, "ld2": 2}
 PAIRS = [("lp2", "ld"), ("lp", "ld2"), ("lp2", "ld2")]
 BLOCKS = 127
 """Of 128: vLLM keeps one for itself."""
-TRIES = 6
-STARVED = ("peer_gone", "deadline")
-"""With these a load ends whose source did not run for seconds, as vLLM's workers spin."""
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="module")

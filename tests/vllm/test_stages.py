@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.vllm.checks import prompt, wait_free
+from tests.support.vllm.checks import STARVED, TRIES, prompt, wait_free
 from tests.support.vllm.engines import Cluster, Engine, both_legs, hand_over
 
 pytestmark = [
@@ -20,9 +20,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("RANKS") != "1", reason="RANKS=1 starts engines of two ranks"),
 ]
 LAYERS = 4
-TRIES = 6
-STARVED = ("peer_gone", "deadline")
-"""With these a load ends whose source did not run for seconds."""
 MP = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "tests.support.vllm.worker_digests.WorkerDigests",
@@ -75,9 +72,8 @@ def by_layer(engine: Engine, ranks: list[dict[str, list[list[str]]]], key: str) 
 
 
 async def moved(staged: Cluster, names: tuple[str, str], ids: list[int], n: int, *, at_once: bool) -> list[int]:
-    """The answer of one prompt through both engines, which loaded it. vLLM's workers spin for each other, which starves
-    the agents in them where there are fewer cores than workers: a prompt whose source fell silent is computed, with the
-    same answer, and comes again."""
+    """The answer of one prompt through both engines, which loaded it. A prompt whose source fell silent is computed,
+    with the same answer, and comes again."""
     prefill, decode = (staged[name] for name in names)
     whole = await staged["mono"].generate(ids, n)
     for _ in range(TRIES):

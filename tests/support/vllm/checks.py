@@ -13,6 +13,10 @@ BLOCKS = 63
 """Of 64: vLLM keeps one for itself."""
 
 
+TRIES = 6
+STARVED = ("peer_gone", "deadline")
+"""With these a load ends whose source did not run for seconds. vLLM's workers spin for each other, which starves the
+agents in them where there are fewer cores than workers: then a prompt is computed, and comes again, TRIES times."""
 BARS = os.environ.get("BARS") == "1"
 """Whether times are judged as on a machine that does nothing else: `BARS=1`. Else only that they are of that order."""
 
