@@ -100,21 +100,21 @@ def check_expiry(maker: LaneMaker) -> None:
 
 def check_renewals(maker: LaneMaker) -> None:
     """A live reader keeps a slow grant alive far past its time; its maximum lifetime ends it all the same."""
-    config = AgentConfig(grant_ttl_s=1.0, grant_lifetime_max_s=4.0, stall_s=0.5)
+    config = AgentConfig(grant_ttl_s=2.0, grant_lifetime_max_s=6.0, stall_s=0.5)
     with two_parties(maker, config=config) as (source, destination):
         truth, transfer_id, endless = source.fill(1), fresh_id(), fresh_id()
         for number, id_ in enumerate((transfer_id, endless)):
             blocks = range(4 * number, 4 * number + 4)
-            grant(source, id_, blocks, ready=1, ttl_s=1.0)
+            grant(source, id_, blocks, ready=1, ttl_s=2.0)
             pull(maker, destination, source, id_, blocks)
         parties = [source, destination]
-        maker.wait(parties, lambda: bool(destination.finals[transfer_id.raw]), 2.5)
+        maker.wait(parties, lambda: bool(destination.finals[transfer_id.raw]), 3.5)
         assert source.transport.grant_state(transfer_id) is GrantState.ALIVE
         source.transport.ready(transfer_id, 4, layers=0, complete=True)
         expect_outcome(maker, parties, destination, transfer_id, "committed")
         assert (destination.read(range(4)) == truth[:4]).all()
         assert source.transport.grant_state(endless) is GrantState.ALIVE
-        expect_outcome(maker, parties, destination, endless, "grant_expired", within_s=4.0 + SOON_S)
+        expect_outcome(maker, parties, destination, endless, "grant_expired", within_s=6.0 + SOON_S)
 
 
 def check_wrong_reader(maker: LaneMaker) -> None:
