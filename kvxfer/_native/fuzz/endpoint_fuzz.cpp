@@ -68,7 +68,7 @@ class EndpointWorld : public Shell {
     Effects out;
     const Bytes32& key = keys_[in_.below(4)];
     const SessionId session = endpoint_.accepted(kind(in_), filled<32>(1), now_, out);
-    add(PeerConnection{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (admission_ == PeerAdmission::Kind::BearerKey ? kKeys[2] : key_of(peer))}, out);
+    add(PeerConnection{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == key_to_dial_with(peer)}, out);
     PeerConnection* connection = find(session);
     if (connection == nullptr || in_.below(8) == 0) return;
     deliver(*connection, encode(connection->handshake.dial_hello()));
@@ -162,7 +162,8 @@ class EndpointWorld : public Shell {
         return;
       default: {
         const size_t agent = in_.below(3);
-        if (in_.flag()) return call([&](Effects& out) { endpoint_.peer_dead(kAgents[agent], now_, out); });
+        is_registered_[agent] = !in_.flag();
+        if (!is_registered_[agent]) return call([&](Effects& out) { endpoint_.peer_dead(kAgents[agent], now_, out); });
         return endpoint_.set_peer(kAgents[agent], keys_[agent], kind(in_));
       }
     }

@@ -196,7 +196,14 @@ class Shell {
     connections_.push_back(std::move(connection));
     perform(out);
   }
-  const Bytes32& key_of(const AgentRef& peer) const { return keys_[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
+  static size_t number_of(const AgentRef& peer) { return static_cast<size_t>(std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents); }
+  const Bytes32& key_of(const AgentRef& peer) const { return keys_[number_of(peer)]; }
+  // What admission.hpp says that a peer that dials us must prove: its own key counts while it is registered.
+  Bytes32 key_to_dial_with(const AgentRef& peer) const {
+    if (admission_ == PeerAdmission::Kind::BearerKey) return kKeys[2];
+    if (admission_ == PeerAdmission::Kind::DerivedKeys && !is_registered_[number_of(peer)]) return session_key(kKeys[2], kSelf, peer);
+    return key_of(peer);
+  }
   void close(PeerConnection& connection) {
     if (!connection.is_open) return;
     hung_up(connection);
@@ -300,6 +307,7 @@ class Shell {
   std::deque<Incoming> cut_;      // reads whose connection is gone: perform() stops them
   std::set<uint32_t> regions_, regions_ever_;
   PeerAdmission::Kind admission_;
+  std::array<bool, 3> is_registered_{true, true, false};
   std::array<Bytes32, 4> keys_{kKeys[0], kKeys[1], kKeys[2], kKeys[3]};  // what the agents prove, and a wrong one
   bool is_asked_ = false;  // the endpoint handles a CONFIRM at the moment
   OwnerModel model_;
