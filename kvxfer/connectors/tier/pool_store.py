@@ -60,6 +60,8 @@ TICK_S = 0.1
 WORDS_S = 1.0
 """How long the service's reason for a grant that ended is awaited."""
 RETRY_S = 0.5
+PING_S = 0.5
+"""A service that does not answer is asked whether it is there so often."""
 ANSWERS_MAX = 1 << 16
 
 
@@ -93,6 +95,9 @@ class PoolStore:
         self._asked: dict[BlockName, float] = {}
         """Until when an answer is awaited."""
         self._unsent: list[BlockName] = []
+        self._is_silent = False
+        """It did not answer in time: it is asked for nothing until it says something."""
+        self._pinged_s = 0.0
         self._is_closed = False
         self._peer: AgentRef | None = None
         """The service's incarnation that has said that it knows this engine."""
@@ -113,7 +118,7 @@ class PoolStore:
     def find(self, name: BlockName) -> Presence:
         now_s = time.monotonic()
         with self._lock:
-            if self._peer is None or self._is_closed:
+            if self._peer is None or self._is_silent or self._is_closed:
                 return Presence.ABSENT
             known = self._answers.get(name)
             if known is not None and now_s - known[1] <= ANSWER_KEPT_S:
@@ -123,8 +128,7 @@ class PoolStore:
                 self._asked[name] = now_s + self._lookup_wait_s
                 self._unsent.append(name)
             elif now_s > until_s:
-                del self._asked[name]
-                self._answer(name, False)
+                self._doubt()
                 return Presence.ABSENT
         return Presence.ASKED
 
@@ -136,7 +140,7 @@ class PoolStore:
 
     @property
     def is_asking(self) -> bool:
-        return bool(self._asked) and self._peer is not None
+        return bool(self._asked) and self._peer is not None and not self._is_silent
 
     def save(self, moves: Sequence[BlockMove], done: Done) -> None:
         self._each(self._save, moves, done)
@@ -272,11 +276,15 @@ class PoolStore:
             async with asyncio.timeout(self._deadline_s):
                 return await what
         except TimeoutError:
+            with self._lock:
+                self._doubt()
             raise DeadlineExceededError(f"{why} within {self._deadline_s:g} s") from None
 
     def _open(self) -> tuple[AgentRef, Pool]:
         if self._peer is None or self._pool is None:
             raise PeerGoneError(self._why)
+        if self._is_silent:
+            raise DeadlineExceededError("the tier's service does not answer")
         return self._peer, self._pool
 
     def _blocks_of(self, pool: Pool, move: BlockMove) -> range:
@@ -332,6 +340,14 @@ class PoolStore:
                 self._asked.pop(name, None)
                 self._answer(name, False)
 
+    def _doubt(self) -> None:
+        """Under the lock: the service did not answer in time. Nobody waits for it again before it does."""
+        if not self._is_silent:
+            log.warning("the tier's service %s does not answer: no block is there until it does", self._service)
+        self._is_silent = True
+        self._asked.clear()
+        self._unsent.clear()
+
     def _lose(self, why: str) -> None:
         """The service is gone, or does not know this engine any more: no block is here until it is found again."""
         with self._lock:
@@ -372,6 +388,9 @@ class PoolStore:
     async def _listen(self) -> None:
         async for notification in self._agent.notifications():
             if notification.sender.agent_id == self._service:
+                if self._is_silent and notification.sender == self._peer:
+                    log.info("the tier's service %s answers again", self._service)
+                    self._is_silent = False
                 with contextlib.suppress(KvxferError):
                     self._hear(decode(notification.payload))
 
@@ -390,14 +409,18 @@ class PoolStore:
         number, heard = self._numbers, asyncio.get_running_loop().create_future()
         self._hellos[number] = heard
         try:
-            self._say(TierHello(number, self._agent.export_metadata() if self._service_url else ""))
+            self._greet(number)
             await self._within(heard, "it did not answer")
         finally:
             del self._hellos[number]
         self._lost_since_s = None
         with self._lock:
-            self._peer = member.ref
+            self._peer, self._is_silent = member.ref, False
         log.info("blocks go to the tier's service %s", member.ref)
+
+    def _greet(self, number: int) -> None:
+        """Raises PeerGoneError, LimitExceededError."""
+        self._say(TierHello(number, self._agent.export_metadata() if self._service_url else ""))
 
     def _offer(self, unit_bytes: int) -> None:
         """This engine's rows as a pool of the service's units."""
@@ -422,6 +445,13 @@ class PoolStore:
             self._lose("it ended")
             return
         now_s = time.monotonic()
+        with self._lock:
+            if next(iter(self._asked.values()), now_s) < now_s:  # the oldest is the first
+                self._doubt()
+        if self._is_silent and now_s - self._pinged_s > PING_S:
+            self._pinged_s = now_s
+            with contextlib.suppress(KvxferError):
+                self._greet(0)
         if self._agent.is_connected(self._service):
             self._lost_since_s = None
         elif self._lost_since_s is None:

@@ -193,6 +193,33 @@ def test_a_killed_service_is_named_and_a_new_one_is_found(tmp_path: pathlib.Path
     service.kill(signal.SIGTERM)
 
 
+def test_nobody_waits_for_a_service_that_hangs_and_it_is_believed_again_once_it_answers(
+    service: Service, memory: np.ndarray
+) -> None:
+    store = open_store(service, memory, lookup_wait_s=0.3)
+    assert save(store, 1, 2) == ["", ""]
+    service.process.send_signal(signal.SIGSTOP)
+    assert store.find(name(1)) is Presence.ASKED  # and never again
+    store.flush()
+    assert store.is_asking
+    end_s = time.monotonic() + 20
+    while store.is_asking:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    began_s = time.monotonic()
+    assert store.find(name(2)) is Presence.ABSENT
+    assert set(load(store, *range(8))) <= {"deadline", "peer_gone"}
+    assert set(save(store, *range(8))) <= {"deadline", "peer_gone"}
+    assert time.monotonic() - began_s < 4  # less than the deadline of one move
+    service.process.send_signal(signal.SIGCONT)
+    end_s = time.monotonic() + 30
+    while find(store, 1) is not Presence.HERE:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert load(store, 1) == [""]
+    store.close()
+
+
 def test_an_engine_whose_blocks_do_not_fit_the_units_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     service = Service(tmp_path, 8, "--unit-bytes=8192")
     memory = np.zeros((4, 4096), np.uint8)

@@ -228,6 +228,11 @@ class Cluster:
         if self._coordinator is not None:
             await asyncio.to_thread(self._coordinator.end)
 
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self._address
+
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
 

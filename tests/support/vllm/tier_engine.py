@@ -5,7 +5,10 @@ usage: tier_engine.py '{"llm": {...}, "cpu_bytes": N, "tiers": [{...}]}'
 
 Commands: {"op": "generate", "ids", "n"}: answers {"tokens", "cached"}, after all that the tier has to do is done;
 {"op": "counts"}: the tier's counts and vLLM's own metrics of cached tokens; {"op": "wait_known"}: until the weights are
-known; {"op": "changed"}: weights in memory are changed. "cached": tokens of the prompt that vLLM did not compute.
+known; {"op": "changed"}: weights in memory are changed; {"op": "strike", "on", "after", "pid", "number"}: that process
+gets that signal once so many blocks more were loaded or saved; {"op": "wait_attached", "timeout_s"}: until the tier's
+service knows this engine; {"op": "groups"}: what vLLM's KV cache groups are. "cached": tokens of the prompt that vLLM
+did not compute.
 """
 
 from __future__ import annotations
@@ -49,13 +52,11 @@ class TierEngine:
                 kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
             )
         self.llm = LLM(
-            dtype="float32",
             enforce_eager=True,
             seed=0,
             disable_log_stats=False,
-            distributed_executor_backend="uni",
             kv_transfer_config=transfer,
-            **options["llm"],
+            **{"dtype": "float32", "distributed_executor_backend": "uni", **options["llm"]},
         )
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -82,6 +83,28 @@ class TierEngine:
     def changed(self, command: dict[str, Any]) -> dict[str, Any]:
         self.llm.collective_rpc("reload_weights")
         return {}
+
+    def strike(self, command: dict[str, Any]) -> dict[str, Any]:
+        store, name, left = self.tiers[0]._jobs.store, f"_{command['on']}", command["after"]
+        act = getattr(store, name)
+
+        async def struck(move: Any) -> None:
+            nonlocal left
+            if not left:
+                os.kill(command["pid"], command["number"])
+                setattr(store, name, act)
+            left -= 1
+            await act(move)
+
+        setattr(store, name, struck)
+        return {}
+
+    def wait_attached(self, command: dict[str, Any]) -> dict[str, Any]:
+        return {"is_attached": self.tiers[0]._jobs.store.wait_known(command["timeout_s"])}
+
+    def groups(self, command: dict[str, Any]) -> dict[str, Any]:
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return {"groups": [type(group.kv_cache_spec).__name__ for group in groups]}
 
     def counts(self, command: dict[str, Any]) -> dict[str, Any]:
         found = []
