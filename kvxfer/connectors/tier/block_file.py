@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import struct
 
 import numpy as np
@@ -24,8 +25,9 @@ from kvxfer.errors import (
     BlockDamagedError,
     BlockForeignError,
     BlockMissingError,
+    KvxferError,
+    LimitExceededError,
     StoreBrokenError,
-    StoreError,
     StoreFullError,
 )
 
@@ -41,6 +43,10 @@ SUFFIX = ".kvb"
 FILE_NAME = re.compile(rf"([0-9a-f]{{2,{2 * KEY_BYTES_MAX}}})\.kvb")
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.kvb-part")
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})
+"""A link or a socket has the name."""
+TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""This process or this host lacks something, and the file may be good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +108,14 @@ def write_block(path: str, name: BlockName, row: npt.NDArray[np.uint8]) -> None:
 
 def read_block(path: str, name: BlockName, row: npt.NDArray[np.uint8]) -> None:
     """Read a block into ``row``, which may hold anything if this raises: BlockMissingError, BlockForeignError (it is
-    another block, another model's, or of another length), BlockDamagedError, StoreBrokenError."""
+    another block, another model's, or of another length, or no file), BlockDamagedError, StoreBrokenError;
+    LimitExceededError: nothing is known of the file."""
     body = row.data
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise BlockForeignError(f"what has the name of block {name} is no file")
             header = BlockHeader.decode(os.pread(file, HEADER_BYTES, 0))
             if header.name != name:
                 raise BlockForeignError(f"the file of block {name} holds block {header.name}")
@@ -121,6 +130,8 @@ def read_block(path: str, name: BlockName, row: npt.NDArray[np.uint8]) -> None:
     except FileNotFoundError:
         raise BlockMissingError(f"the file of block {name} is gone") from None
     except OSError as error:
+        if error.errno in NO_FILE:
+            raise BlockForeignError(f"what has the name of block {name} is no file") from None
         raise _named(error, path) from error
     if xxhash.xxh3_128_digest(body) != header.checksum:
         raise BlockDamagedError(f"the bytes of block {name} are not those that were written")
@@ -142,6 +153,8 @@ def _read_all(file: int, body: memoryview) -> None:
         body, offset = body[count:], offset + count
 
 
-def _named(error: OSError, path: str) -> StoreError:
+def _named(error: OSError, path: str) -> KvxferError:
     text = f"{os.path.dirname(path)}: {error.strerror or error}"
+    if error.errno in TOO_MANY:
+        return LimitExceededError(text)
     return StoreFullError(text) if error.errno in NO_ROOM else StoreBrokenError(text)

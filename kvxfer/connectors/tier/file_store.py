@@ -12,11 +12,21 @@ import fcntl
 import logging
 import os
 import pathlib
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvxfer.connectors.tier.block_file import FILE_NAME, HEADER_BYTES, SUFFIX, TEMPORARY, read_block, write_block
+from kvxfer.connectors.tier.block_file import (
+    FILE_NAME,
+    HEADER_BYTES,
+    NO_ROOM,
+    SUFFIX,
+    TEMPORARY,
+    read_block,
+    write_block,
+)
 from kvxfer.connectors.tier.shelf import Shelf
 from kvxfer.connectors.tier.store import RECORD_BYTES, BlockMove, BlockName, Done, Presence, Rows, StoreFigures
 from kvxfer.errors import (
@@ -25,6 +35,7 @@ from kvxfer.errors import (
     ClosedError,
     ConfigError,
     KvxferError,
+    LimitExceededError,
     StoreBrokenError,
     StoreFullError,
 )
@@ -35,6 +46,27 @@ FORMAT = "kvxfer-tier-1"
 """The folder below the directory that is given: nothing outside of it is looked at, and nothing in it that has other
 names is touched."""
 THREADS_MAX = 64
+FULL_S = 10.0
+"""After so long a disk that was full may have room again."""
+
+
+def check_private(root: pathlib.Path) -> None:
+    """Whoever can write to the directory decides what prompts are answered, so it belongs to the user as whom this
+    process makes files, and nobody else may write there. Raises ConfigError, OSError."""
+    try:
+        with tempfile.TemporaryFile(dir=root) as mine:
+            user = os.fstat(mine.fileno()).st_uid
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        user = os.geteuid()
+    found = os.stat(root)
+    if found.st_uid != user:
+        raise ConfigError(
+            f"the tier's directory {root} belongs to user {found.st_uid}, and this process is user {user}"
+        )
+    if found.st_mode & 0o077:
+        os.chmod(root, 0o700)
 
 
 class FileStore:
@@ -45,7 +77,7 @@ class FileStore:
         """``capacity_bytes`` bounds the files' sizes together, headers included. Raises ConfigError where the directory
         cannot be used, or another process has it."""
         self._rows: Rows | None = rows
-        self._root = pathlib.Path(path).expanduser().absolute() / FORMAT
+        self._root = pathlib.Path(path) / FORMAT
         self._lock = threading.Lock()
         self._shelf: Shelf[BlockName] = Shelf(capacity_bytes)
         self._writing: set[BlockName] = set()
@@ -53,13 +85,18 @@ class FileStore:
         self._leaving: set[BlockName] = set()
         """Off the shelf, and their files are being removed."""
         self._evictions = 0
+        self._full_until_s = 0.0
+        """Until when less is kept, because the disk was full; 0: it was not."""
         self._has_scanned = threading.Event()
         self._is_closed = False
         try:
+            self._root = self._root.expanduser().absolute()
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self._root)
             self._owner = os.open(self._root / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise ConfigError(f"the tier's directory {self._root} cannot be used: {error.strerror or error}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            words = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the tier's directory {str(self._root)!r} cannot be used: {words}") from error
         try:
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -156,6 +193,9 @@ class FileStore:
                 return
             if name in self._leaving:
                 raise BlocksBusyError(f"block {name} is just being evicted")
+            if 0.0 < self._full_until_s <= time.monotonic():
+                self._full_until_s = 0.0
+                self._shelf.restore()
             victims = self._shelf.make_room(size)
             self._shelf.put(name, size)
             self._shelf.pin(name)
@@ -168,9 +208,10 @@ class FileStore:
             write_block(self._path(name), name, row)
             is_written = True
         except StoreFullError as error:
-            with self._lock:  # others use the disk too: from now on less is kept, and old blocks make room
+            with self._lock:  # others use the disk too: less is kept for a while, and old blocks make room
                 self._shelf.shrink(self._shelf.used_bytes - size)
-                log.warning("%s; from now on at most %d bytes are kept", error, self._shelf.capacity_bytes)
+                self._full_until_s = time.monotonic() + FULL_S
+                log.warning("%s; for %g s at most %d bytes are kept", error, FULL_S, self._shelf.capacity_bytes)
             raise
         finally:
             with self._lock:
@@ -185,18 +226,21 @@ class FileStore:
             if name not in self._shelf or name in self._writing:
                 raise BlockMissingError(f"block {name} is not here any more")
             self._shelf.pin(name)
-        is_good = False
+        is_kept = False
         try:
             read_block(self._path(name), name, row)
-            is_good = True
+            is_kept = True
             with contextlib.suppress(OSError):
                 os.utime(self._path(name))  # for the next owner
+        except LimitExceededError:  # nothing is wrong with the file
+            is_kept = True
+            raise
         finally:
             with self._lock:
                 self._shelf.unpin(name)
-                if not is_good and self._shelf.remove(name):
+                if not is_kept and self._shelf.remove(name):
                     self._leaving.add(name)
-            if not is_good:
+            if not is_kept:
                 self._unlink([name])
 
     def _row(self, move: BlockMove) -> Rows:

@@ -38,7 +38,6 @@ from kvxfer.errors import (
     IncompatibleError,
     KvxferError,
     OverloadedError,
-    PeerGoneError,
     ProtocolError,
     StoreFullError,
 )
@@ -113,8 +112,10 @@ class BlockKeeper:
             async for notification in self._agent.notifications():
                 try:
                     self._hear(notification.sender, decode(notification.payload))
-                except (ProtocolError, PeerGoneError) as error:
+                except KvxferError as error:
                     self._bad_message.say(notification.sender, error)
+                except Exception:  # one engine's message must not end the service of all
+                    log.exception("a message of %s could not be answered", notification.sender)
         finally:
             for task in self._tasks:
                 task.cancel()

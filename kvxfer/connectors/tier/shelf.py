@@ -20,7 +20,7 @@ class Shelf(Generic[Key]):
         """Raises InvalidArgumentError unless it is positive."""
         if capacity_bytes < 1:
             raise InvalidArgumentError(f"a store needs at least one byte, not {capacity_bytes}")
-        self._capacity = capacity_bytes
+        self._promised = self._capacity = capacity_bytes
         self._used = 0
         self._sizes: collections.OrderedDict[Key, int] = collections.OrderedDict()
         """The least recently used first."""
@@ -49,8 +49,12 @@ class Shelf(Generic[Key]):
         return self._sizes[key]
 
     def shrink(self, capacity_bytes: int) -> None:
-        """The store holds less than it was made for. It never grows again."""
+        """The store holds less than it was made for, until :meth:`restore`."""
         self._capacity = max(1, min(self._capacity, capacity_bytes))
+
+    def restore(self) -> None:
+        """The store may hold again what it was made for."""
+        self._capacity = self._promised
 
     def make_room(self, size_bytes: int) -> list[Key]:
         """Take blocks off until ``size_bytes`` more fit; returns them, the first to go first. Raises StoreFullError,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connectors.tier import block_file
+from kvxfer.connectors.tier import block_file, file_store
 from kvxfer.connectors.tier.block_file import HEADER_BYTES, BlockHeader
 from kvxfer.connectors.tier.file_store import FileStore
 from kvxfer.connectors.tier.store import BlockMove, BlockName, BlockStore, Presence
@@ -49,6 +51,10 @@ def save(store: BlockStore, *numbers: int) -> list[KvxferError | None]:
 
 def load(store: BlockStore, *numbers: int) -> list[KvxferError | None]:
     return finish(store.load, [BlockMove(name(number), number % 16) for number in numbers])
+
+
+def codes(outcomes: Sequence[KvxferError | None]) -> list[str]:
+    return ["" if error is None else error.code for error in outcomes]
 
 
 def open_store(path: pathlib.Path, memory: np.ndarray, blocks: int = 8) -> FileStore:
@@ -182,6 +188,97 @@ def test_a_full_disk_is_a_named_error_and_old_blocks_make_room(
     assert not list(tmp_path.rglob(".*part"))
     assert save(store, 4) == [None]
     assert [number for number in range(5) if store.find(name(number)) is Presence.HERE] == [1, 2, 4]
+
+
+def test_a_disk_that_had_no_room_is_tried_again_after_a_while(
+    store: FileStore, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, is_full = os.write, True
+
+    def write(file: int, body: bytes) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, body)
+
+    monkeypatch.setattr(file_store, "FULL_S", 0.2)
+    monkeypatch.setattr(block_file.os, "write", write)
+    assert codes(save(store, 1)) == ["store_full"]
+    is_full = False
+    end_s = time.monotonic() + 20
+    while codes(save(store, *range(8))) != [""] * 8:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert load(store, *range(8)) == [None] * 8
+    assert store.figures().capacity_bytes == 8 * FILE
+
+
+def test_a_process_that_lacks_file_descriptors_loses_no_block(
+    store: FileStore, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+
+    def refuse(*arguments: object, **more: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file.os, "open", refuse)
+        assert codes(load(store, 1)) == ["limit_exceeded"]
+        assert codes(save(store, 2)) == ["limit_exceeded"]
+    assert load(store, 1) == [None]
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EROFS])
+def test_a_file_that_cannot_be_read_is_named_and_stored_again(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    save(store, 1)
+
+    def refuse(*arguments: object, **more: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file.os, "open", refuse)
+        assert codes(load(store, 1)) == ["store_broken"]
+    assert store.find(name(1)) is Presence.ABSENT
+    assert save(store, 1) == [None]
+    assert load(store, 1) == [None]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_file_is_foreign_and_what_a_link_leads_to_stays(
+    store: FileStore, tmp_path: pathlib.Path, kind: str
+) -> None:
+    save(store, 1)
+    (path,) = files(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert codes(load(store, 1)) == ["block_foreign"]
+    assert codes(save(store, 1)) == (["store_broken"] if kind == "folder" else [""])
+    assert (tmp_path / "elsewhere").stat().st_size == FILE
+
+
+def test_a_directory_belongs_to_its_user_alone(tmp_path: pathlib.Path, memory: np.ndarray) -> None:
+    open_store(tmp_path, memory).close()
+    folder = tmp_path / file_store.FORMAT
+    folder.chmod(0o777)
+    open_store(tmp_path, memory).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if os.geteuid():
+        pytest.skip("this user may not give files away")
+    os.chown(folder, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        FileStore(memory, str(tmp_path), FILE)
+
+
+@pytest.mark.parametrize("path", ["\0", "x" * 300, "~nobody-has-this-name/kv", "/dev/null"])
+def test_a_path_that_cannot_be_a_directory_is_refused(memory: np.ndarray, path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        FileStore(memory, path, FILE)
 
 
 def test_a_directory_that_cannot_be_written_is_a_named_error(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
@@ -19,10 +20,25 @@ import pytest
 
 from kvxfer.agent import Agent
 from kvxfer.config import AgentConfig
+from kvxfer.connectors.tier.messages import (
+    KEYS_MAX,
+    TEXT_BYTES_MAX,
+    Find,
+    Found,
+    Get,
+    MoveEnded,
+    Put,
+    TierHello,
+    TierWelcome,
+    Used,
+    decode,
+    encode,
+)
 from kvxfer.connectors.tier.pool_store import PoolStore
 from kvxfer.connectors.tier.store import BlockMove, BlockName, Presence
 from kvxfer.errors import KvxferError
 from kvxfer.rpc import load_token
+from kvxfer.types import TransferId
 
 ROW, ROWS = 16384, 16
 RECORD = bytes(range(32))
@@ -218,6 +234,67 @@ def test_nobody_waits_for_a_service_that_hangs_and_it_is_believed_again_once_it_
         time.sleep(0.01)
     assert load(store, 1) == [""]
     store.close()
+
+
+def test_a_client_without_the_token_gets_nothing(service: Service, store: PoolStore, memory: np.ndarray) -> None:
+    assert save(store, 1) == [""]
+    thief_memory = np.zeros_like(memory)
+    agent = Agent("thief", token=secrets.token_bytes(32), config=AgentConfig(discovery=True, reconnect_s=1.0))
+    thief = PoolStore(thief_memory, agent, "keeper", service_url=service.url, deadline_s=2.0)
+    assert not thief.wait_known(1.5)
+    assert thief.find(name(1)) is Presence.ABSENT
+    assert load(thief, 1) == save(thief, 2) == ["peer_gone"]
+    thief.close()
+    assert not thief_memory.any()
+    assert load(store, 1) == [""]
+    assert service.metrics()["kvxfer_tier_blocks"] == 1
+
+
+HOSTILE = [
+    b"",
+    b"\x00",
+    b"\xff" * 64,
+    encode(TierWelcome(1)),
+    encode(Found(1, (True,) * 9)),
+    encode(MoveEnded(TransferId(bytes(16)), "no such code", "words")),
+    encode(TierHello(7, "no metadata")),
+    encode(TierHello(8, "x" * TEXT_BYTES_MAX)),
+    encode(Find(9, RECORD, (b"k",) * KEYS_MAX)),
+    encode(Used(bytes(32), (b"k",) * KEYS_MAX)),
+    *(encode(Put(TransferId(bytes([size % 251] * 16)), name(1), size)) for size in (0, 1, ROW + 1, 2**63, 2**64 - 1)),
+    *(encode(Put(TransferId(bytes([99] * 16)), name(77), ROW)) for _ in range(2)),  # which it never grants
+    *(encode(Get(TransferId(bytes([98] * 16)), name(1), size)) for size in (0, ROW, ROW, 2 * ROW, 2**64 - 1)),
+    *(encode(Find(9, RECORD, (b"k",)))[:length] for length in range(1, 39, 5)),
+]
+
+
+def test_no_message_of_a_holder_of_the_token_ends_the_service(
+    service: Service, store: PoolStore, memory: np.ndarray
+) -> None:
+    """Nor does it change a block of another engine."""
+    truth = memory.copy()
+    assert save(store, 1, 2) == ["", ""]
+    with urllib.request.urlopen(service.url + "/metadata", timeout=10) as answer:
+        metadata = answer.read().decode()
+
+    async def attack() -> None:
+        config = AgentConfig(discovery=True, reconnect_s=1.0)
+        async with Agent("hostile", token=load_token(service.token), config=config) as agent:
+            agent.add_remote_agent(metadata, "keeper")
+            agent.notify("keeper", encode(TierHello(1, agent.export_metadata())))
+            rng = np.random.Generator(np.random.PCG64(11))
+            noise = [bytes([kind % 9]) + rng.bytes(int(rng.integers(0, 200))) for kind in range(200)]
+            for payload in [*HOSTILE, *noise, encode(TierHello(2, ""))]:
+                await agent.notify("keeper", payload)
+            async for heard in agent.notifications():
+                if decode(heard.payload) == TierWelcome(2):  # it has heard all of it
+                    return
+
+    asyncio.run(asyncio.wait_for(attack(), 60))
+    memory[:] = 0
+    assert load(store, 1, 2) == ["", ""]
+    assert (memory[1:3] == truth[1:3]).all()
+    assert service.process.poll() is None
 
 
 def test_an_engine_whose_blocks_do_not_fit_the_units_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -53,7 +53,7 @@ def test_the_beginning_of_a_prompt_goes_last() -> None:
     assert shelf.make_room(4) == ["c", "b", "a", "f"]
 
 
-def test_a_store_that_shrank_makes_room_and_never_grows() -> None:
+def test_a_store_that_shrank_makes_room_until_it_is_restored() -> None:
     shelf: Shelf[str] = Shelf(6)
     for key in "abcdef":
         shelf.put(key, 1)
@@ -61,6 +61,9 @@ def test_a_store_that_shrank_makes_room_and_never_grows() -> None:
     shelf.shrink(5)
     assert shelf.make_room(1) == ["a", "b", "c", "d"]
     assert shelf.capacity_bytes == 3
+    shelf.restore()
+    assert shelf.make_room(4) == []
+    assert shelf.capacity_bytes == 6
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=40))
