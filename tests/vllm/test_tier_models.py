@@ -63,6 +63,9 @@ def test_prefixes_of_a_hybrid_model_come_back(tmp_path: pathlib.Path, name: str)
             computed.append(engine.ask("generate", ids=ids, n=8))
             kept.append(engine.ask("generate", ids=ids, n=8))
         assert all(answer["cached"] == 0 for answer in computed)
+        assert len({tuple(answer["tokens"]) for answer in computed}) == PROMPTS, (
+            "KV of another prompt would not be seen"
+        )
         before = engine.metrics()
         back = [engine.ask("generate", ids=ids, n=8) for ids in prompts]
         assert [answer["cached"] for answer in back] == [small.whole] * PROMPTS

@@ -236,6 +236,29 @@ def test_nobody_waits_for_a_service_that_hangs_and_it_is_believed_again_once_it_
     store.close()
 
 
+def test_a_store_that_is_closed_while_the_service_hangs_ends_its_moves(service: Service, memory: np.ndarray) -> None:
+    store = open_store(service, memory)
+    assert save(store, 1) == [""]
+    service.process.send_signal(signal.SIGSTOP)
+    ended: list[str] = []
+    store.load([BlockMove(name(1), 1)], lambda outcomes: ended.extend(codes(outcomes)))
+    store.save([BlockMove(name(2), 2)], lambda outcomes: ended.extend(codes(outcomes)))
+    began_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - began_s < 20
+    assert ended == ["peer_gone", "peer_gone"]
+    service.process.send_signal(signal.SIGCONT)
+
+
+def test_a_pool_that_is_smaller_than_a_block_keeps_none_by_name(tmp_path: pathlib.Path, memory: np.ndarray) -> None:
+    service = Service(tmp_path, 8, f"--capacity-bytes={ROW // 2}")
+    store = open_store(service, memory)
+    assert save(store, 1, 2) == ["store_full", "store_full"]
+    assert find(store, 1) is Presence.ABSENT
+    store.close()
+    service.kill(signal.SIGTERM)
+
+
 def test_a_client_without_the_token_gets_nothing(service: Service, store: PoolStore, memory: np.ndarray) -> None:
     assert save(store, 1) == [""]
     thief_memory = np.zeros_like(memory)
