@@ -27,6 +27,10 @@ for name, value in vars(KvxferConnector).items():
         continue
     owner = base.KVConnectorBase_V1 if hasattr(base.KVConnectorBase_V1, name) else base.SupportsHMA
     ours, their = getattr(KvxferConnector, name), getattr(owner, name)
+    if isinstance(ours, property) or isinstance(their, property):
+        if not (isinstance(ours, property) and isinstance(their, property)):
+            differ.append(f"{name} is a property of one of them only")
+        continue
     if list(inspect.signature(ours).parameters) != list(inspect.signature(their).parameters):
         differ.append(f"{name}{inspect.signature(ours)}, not {inspect.signature(their)}")
 print(json.dumps({
