@@ -16,7 +16,8 @@
     │   ├── IncompatibleError            pools differ; names the field
     │   │   └── WeightsUnknownError      it cannot be said which weights made the blocks
     │   ├── RefusedError                 the peer declined, with its reason
-    │   ├── AuthenticationError    token or session proof did not match
+    │   ├── AuthenticationError    token, certificate or session proof did not match
+    │   ├── ForbiddenError               the caller is known, and may not do that
     │   ├── ProtocolError       bytes that the protocol does not allow
     │   ├── OverloadedError              the peer's bound is reached; try later or elsewhere
     │   └── NoWorkerError                no live worker can take the part
@@ -141,6 +142,12 @@ class RefusedError(PeerError):
 
 class AuthenticationError(PeerError):
     code = "unauthenticated"
+
+
+class ForbiddenError(PeerError):
+    """The other side knows the caller by its certificate, and its role or name does not allow the call."""
+
+    code = "forbidden"
 
 
 class ProtocolError(PeerError):

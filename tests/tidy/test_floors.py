@@ -27,6 +27,7 @@ FLOORS = {
     "open_files": 6,
     "ratelimit": 6,
     "places": 6,
+    "trust": 6,
     "_native": 6,
     "_pb": 6,
     "transport": 7,
