@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "router": ("services", "run the router: the OpenAI API in front of the workers"),
     "tier": ("services", "keep blocks in this host's memory that engines had to evict, and give them back"),
     "drain": ("drain", "have a router give one worker no new requests, and wait until none runs there"),
+    "certs": ("certs", "make a development CA and certificates, and say what a certificate says"),
     "mock-engine": ("mock_engine", "run engines without a model: made-up answers over real HTTP, faults on command"),
     "load": ("load", "send a workload to a server: what it held within its limits, which split is best"),
     "serve": ("serve", "start coordinator, workers and router on this machine and keep them up"),
@@ -36,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _EXTRA_OF = {"fastapi": "router", "uvicorn": "router", "pydantic": "router"}
 _EXTRA_OF |= {"httptools": "router", "yaml": "router", "msgspec": "mock", "zmq": "mock"}
-_EXTRA_OF |= {"plotly": "load"}
+_EXTRA_OF |= {"plotly": "load", "cryptography": "certs"}
 _ENGINE_MODULES = ("torch", "transformers", "gguf", "accelerate", "safetensors", "jinja2", "httpx")
 
 

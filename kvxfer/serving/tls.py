@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import ssl
 
-from kvxfer.errors import ConfigError
 from kvxfer.serving.watching import POLL_S, WatchedFiles
+from kvxfer.trust.files import load_authorities, load_identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,31 +50,3 @@ class ServerTls:
     def load(self) -> None:
         """Read the files again. Raises ConfigError, and then the context stays."""
         self.context = self._files.context()
-
-
-def load_identity(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
-    """Present a certificate. Raises ConfigError that names the setting and the files."""
-
-    def no_password() -> str:
-        raise ConfigError(f"{setting}: the key of {key_file or cert_file} has a password, and none can be given")
-
-    try:
-        context.load_cert_chain(cert_file, key_file or None, password=no_password)
-    except (OSError, ValueError) as error:
-        files = " and ".join(dict.fromkeys(path for path in (cert_file, key_file) if path))
-        raise ConfigError(f"{setting}: cannot use {files}: {_reason(error)}") from None
-
-
-def load_authorities(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
-    """Believe the certificates that these sign. Raises ConfigError that names the setting and the file."""
-    try:
-        context.load_verify_locations(ca_file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: cannot use {ca_file}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        reason = (error.reason or str(error)).replace("_", " ").lower()
-        return "no certificate in PEM form, or no key that belongs to it, is there" if "pem lib" in reason else reason
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -17,6 +17,7 @@ PARTS = {
     "router": ("router", "serving", "openai"),
     "engine": ("engine", "serving", "openai", "cli"),
     "mock": ("mock_engine",),
+    "certs": ("trust",),
     "load": ("load", "workload"),
 }
 """By extra: the parts that run with it. The service on one machine (cli) is the built-in engine's."""

@@ -10,7 +10,7 @@ import ssl
 from kvxfer.errors import ConfigError
 from kvxfer.router.upstream.limits import UpstreamLimits
 from kvxfer.router.upstream.pool import UpstreamPool
-from kvxfer.serving.tls import load_authorities, load_identity
+from kvxfer.trust.files import load_authorities, load_identity
 
 
 def worker_context(ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:
