@@ -21,9 +21,21 @@ class CoordinatorOptions:
         default="",
         metadata={"help": "cluster token file, made if missing; default $KVXFER_TOKEN_FILE or the state directory"},
     )
-    insecure: bool = dataclasses.field(
-        default=False, metadata={"help": "allow a non-loopback host although the connection is not encrypted"}
+    tls_cert_file: str = dataclasses.field(
+        default="",
+        metadata={"help": "PEM file with this coordinator's certificate, and those that signed it; empty: no TLS"},
     )
+    tls_key_file: str = dataclasses.field(
+        default="", metadata={"help": "PEM file with the certificate's key; empty: it is in tls_cert_file"}
+    )
+    tls_client_ca_file: str = dataclasses.field(
+        default="", metadata={"help": "PEM file with the CAs of callers' certificates, which TLS always asks for"}
+    )
+    revoked_file: str = dataclasses.field(
+        default="",
+        metadata={"help": "file with identities and fingerprints of certificates that count no more, one a line"},
+    )
+    insecure: bool = dataclasses.field(default=False, metadata={"help": "listen beyond loopback without TLS"})
     metrics_port: int | None = dataclasses.field(
         default=None, metadata={"help": "serve Prometheus metrics over HTTP on this port; 0: any free one"}
     )
@@ -56,11 +68,19 @@ class CoordinatorOptions:
                 raise ConfigError(f"{name} must be 0 to 65535, not {value}")
         check_positive("watchers_max", self.watchers_max, maximum=1 << 16)
         check_positive("stop_grace_s", self.stop_grace_s, maximum=60.0)
-        if not is_loopback(self.host) and not self.insecure:
+        for name, needed in (
+            ("tls_key_file", "tls_cert_file"),
+            ("tls_client_ca_file", "tls_cert_file"),
+            ("tls_cert_file", "tls_client_ca_file"),
+            ("revoked_file", "tls_cert_file"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigError(f"{name} needs {needed}")
+        if not is_loopback(self.host) and not self.tls_cert_file and not self.insecure:
             raise ConfigError(
-                f"host {self.host!r} is not loopback, and the coordinator cannot encrypt yet (mTLS comes in a later "
-                "version): its token and session keys would cross the network in the clear; --insecure accepts that, "
-                "for a network that you trust"
+                f"host {self.host!r} is not loopback and there is no TLS: token and session keys would cross the "
+                "network in the clear; give tls_cert_file and tls_client_ca_file (`kvxfer certs` makes them), or pass "
+                "--insecure on a network that you trust"
             )
         HostList("allow_http_host", self.allow_http_host)
         _ = self.config

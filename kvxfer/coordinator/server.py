@@ -16,40 +16,34 @@ import grpc.aio
 
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import NS_PER_S, Clock, SystemClock
-from kvxfer.coordinator.health import HEALTH_SERVICE, Health
+from kvxfer.coordinator.gate import Gate
+from kvxfer.coordinator.health import Health
 from kvxfer.coordinator.hosts import RegisteredHosts
+from kvxfer.coordinator.listening import ControlPort
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
-from kvxfer.coordinator.service import CoordinatorService, TokenGate
+from kvxfer.coordinator.service import CoordinatorService
 from kvxfer.coordinator.store import MemoryStore, Store
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.observe import hide
 from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.handshake import session_root
 from kvxfer.protocol.liveness import LivenessLimits
-from kvxfer.rpc.convert import MESSAGE_BYTES_MAX
-from kvxfer.rpc.link import KEEPALIVE_OPTIONS, PINGS_APART_MIN_MS
 from kvxfer.rpc.token import default_token_path, load_or_create_token
+from kvxfer.trust.files import FollowedFiles, IdentityFiles
+from kvxfer.trust.identity import CertRole
+from kvxfer.trust.revoked import RevokedList
 
 log = logging.getLogger("kvxfer.coordinator")
 
-RECEIVE_BYTES_MAX = 2 << 20
-"""No message of an agent is larger, with every list and text at its bound."""
 TICKS_PER_HEARTBEAT = 4
 OTHER_CALLS_MAX = 64
 """Health checks and operator calls at a time, beside members and watchers."""
-
-HANDSHAKE_MS = 5_000
-"""How long a connection may hold a descriptor before it has begun to speak HTTP/2."""
-
-SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    *KEEPALIVE_OPTIONS,
-    ("grpc.http2.min_ping_interval_without_data_ms", PINGS_APART_MIN_MS),
-)
+TRUST_LOOK_S = 1.0
+"""How often certificates, CAs and the list of revoked ones are looked at."""
+TOLD_S = 0.2
+"""How long streams get to hear why they end."""
+CAS_CHANGED = "the coordinator believes other CAs now: connect again"
 
 
 async def serve(
@@ -70,6 +64,9 @@ async def serve(
     clock = clock or SystemClock()
     started_us = time.time_ns() // 1000
     metrics = CoordinatorMetrics()
+    files = _tls_files(options)
+    revoked = RevokedList(options.revoked_file)
+    gate = Gate(files.newest.identity.cluster if files is not None else "", revoked)
     service = CoordinatorService(
         options.config,
         make_directory(options, clock.now_ns(), first_revision=started_us),
@@ -79,38 +76,48 @@ async def serve(
         metrics,
         watchers_max=options.watchers_max,
         hosts=RegisteredHosts(options.allow_http_host),
+        gate=gate,
     )
     health = Health("kvxfer.v1.Coordinator")
-    server = grpc.aio.server(
-        interceptors=(TokenGate(token, open_prefix=f"/{HEALTH_SERVICE}/"),),
-        options=SERVER_OPTIONS,
-        maximum_concurrent_rpcs=options.members_max + options.watchers_max + OTHER_CALLS_MAX,
+
+    def add_services(server: grpc.aio.Server) -> None:
+        control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((health.handler(),))
+
+    control_port = ControlPort(
+        options.host,
+        options.port,
+        add_services,
+        token=token,
+        files=files,
+        calls_max=options.members_max + options.watchers_max + OTHER_CALLS_MAX,
     )
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    server.add_generic_rpc_handlers((health.handler(),))
-    host = f"[{options.host}]" if ":" in options.host and not options.host.startswith("[") else options.host
-    port = _bind(server, f"{host}:{options.port}")
     exposition = None
     try:
         if options.metrics_port is not None:
             exposition = MetricsServer(metrics, options.host, options.metrics_port)
-        await server.start()
+        await control_port.start()
         health.set_serving(True)
         on_ready(
             {
                 "event": "ready",
                 "role": "coordinator",
-                "address": f"{host}:{port}",
-                "http_url": f"http://{host}:{exposition.port}" if exposition else None,
+                "address": control_port.address,
+                "http_url": f"http://{control_port.host}:{exposition.port}" if exposition else None,
                 "pid": os.getpid(),
             }
         )
-        await _run_until(stop, service, options.heartbeat_s / TICKS_PER_HEARTBEAT)
+        following = asyncio.create_task(_follow_trust(service, control_port, files, revoked))
+        try:
+            await _run_until(stop, service, options.heartbeat_s / TICKS_PER_HEARTBEAT, following)
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
         log.info("stopping")
     finally:
         health.set_serving(False)
         service.stop()
-        await server.stop(options.stop_grace_s)
+        await control_port.stop(options.stop_grace_s)
         if exposition is not None:
             await asyncio.to_thread(exposition.close)
 
@@ -129,18 +136,44 @@ def make_directory(options: CoordinatorOptions, now_ns: int, *, first_revision: 
     return Directory(limits, now_ns, epoch=epoch, first_revision=first_revision, members_max=options.members_max)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise ConfigError(f"the coordinator cannot listen on {address}: the port is taken, or the address is not ours")
-    return port
+def _tls_files(options: CoordinatorOptions) -> FollowedFiles | None:
+    """None without TLS. Raises ConfigError for files that are wrong, or that are no coordinator's."""
+    if not options.tls_cert_file:
+        return None
+    settings = ("tls_cert_file", "tls_client_ca_file")
+    files = FollowedFiles(
+        IdentityFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file, settings, is_server=True)
+    )
+    identity = files.newest.identity
+    if identity.role is not CertRole.COORDINATOR:
+        raise ConfigError(f"tls_cert_file: {options.tls_cert_file} is of {identity}, and not of a coordinator")
+    return files
 
 
-async def _run_until(stop: asyncio.Event, service: CoordinatorService, tick_s: float) -> None:
+async def _follow_trust(
+    service: CoordinatorService, control_port: ControlPort, files: FollowedFiles | None, revoked: RevokedList
+) -> None:
+    """End what is no longer trusted, for ever."""
+    while files is not None:
+        believed = files.newest.authorities
+        await asyncio.sleep(TRUST_LOOK_S)
+        if revoked.look():
+            service.end_revoked()
+        if believed - files.look().authorities:
+            log.warning("a CA was taken away: all connections are made anew")
+            service.close_for(CoordinatorUnavailableError(CAS_CHANGED))
+            await asyncio.sleep(TOLD_S)
+            await control_port.restart()
+            service.reopen()
+
+
+async def _run_until(
+    stop: asyncio.Event, service: CoordinatorService, tick_s: float, following: asyncio.Task[None]
+) -> None:
+    """Raises what ``following`` raises."""
     while not stop.is_set():
+        if following.done():
+            following.result()
         service.tick()
         try:
             async with asyncio.timeout(tick_s):

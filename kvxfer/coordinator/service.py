@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,22 +24,33 @@ from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import Clock
 from kvxfer.config import CoordinatorConfig
+from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.coordinator.store import Store
 from kvxfer.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
+    ForbiddenError,
     InvalidArgumentError,
     KvxferError,
     OverloadedError,
     ProtocolError,
     RefusedError,
 )
-from kvxfer.protocol.directory import CloseStream, Directory, Effect, IncarnationEnded, OrderDrain, Registration
+from kvxfer.protocol.directory import (
+    CloseStream,
+    Directory,
+    Effect,
+    Hello,
+    IncarnationEnded,
+    OrderDrain,
+    Registration,
+)
 from kvxfer.protocol.handshake import session_key
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import CODE_KEY, EOF, REASON_BYTES_MAX
+from kvxfer.trust.permissions import NO_SUBJECT, ControlCall, Subject
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.coordinator")
@@ -52,6 +62,7 @@ PUSH_GAP_S = 0.02
 
 _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
     ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -63,12 +74,19 @@ _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
 class StreamState:
     """What one stream still has to be told, as state: never a queue."""
 
-    def __init__(self, *, with_load: bool) -> None:
+    def __init__(self, caller: Caller, subject: Subject, *, with_load: bool) -> None:
+        self.caller = caller
+        self.subject = subject
         self.with_load = with_load
         self.wake = asyncio.Event()
         self.drain_reason: str | None = None
-        self.close_reason: str | None = None
+        self.close_error: KvxferError | None = None
         self.is_stopping = False
+
+    def close(self, error: KvxferError) -> None:
+        """Have the stream end with ``error``; the first one counts."""
+        self.close_error = self.close_error or error
+        self.wake.set()
 
 
 class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
@@ -85,6 +103,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         *,
         watchers_max: int,
         hosts: RegisteredHosts,
+        gate: Gate,
     ) -> None:
         """``root``: the secret under all session keys, from :func:`kvxfer.protocol.handshake.session_root`."""
         self._config = config
@@ -95,6 +114,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._metrics = metrics
         self._watchers_max = watchers_max
         self._hosts = hosts
+        self._gate = gate
         self._sessions: dict[int, StreamState] = {}
         self._watchers: set[StreamState] = set()
         self._pushed_revision = directory.revision
@@ -102,6 +122,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._pushed_shape_revision = directory.shape_revision
         """The last revision for which the agents were woken: they need no update for a new load."""
         self._is_stopping = False
+        self._closed_for: KvxferError | None = None
 
     def tick(self) -> None:
         """Let time pass for the directory; call a few times per heartbeat."""
@@ -115,10 +136,40 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             receiver.is_stopping = True
             receiver.wake.set()
 
+    def end_revoked(self) -> None:
+        """End the streams whose callers are revoked by now, and the incarnations of those that are agents."""
+        for stream, receiver in list(self._sessions.items()):
+            if self._end_if_revoked(receiver, ControlCall.REGISTER):
+                self._carry_out(self._directory.deregister(stream, now_ns=self._clock.now_ns()))
+        for receiver in list(self._watchers):
+            self._end_if_revoked(receiver, ControlCall.WATCH)
+
+    def close_for(self, error: KvxferError) -> None:
+        """End every stream with ``error``, and take no new one before :meth:`reopen`. Agents may come back then with
+        their incarnations."""
+        self._closed_for = error
+        for receiver in (*self._sessions.values(), *self._watchers):
+            receiver.close(error)
+
+    def reopen(self) -> None:
+        self._closed_for = None
+
+    def _end_if_revoked(self, receiver: StreamState, call: ControlCall) -> bool:
+        if receiver.close_error is not None:
+            return False
+        try:
+            self._gate.check_revoked(receiver.caller)
+        except AuthenticationError as error:
+            self._gate.ended(receiver.caller, call, receiver.subject, error)
+            receiver.close(error)
+            return True
+        return False
+
     async def Session(self, requests: Any, context: Any) -> None:
         try:
-            registration = await self._register(context)
-            receiver = self._sessions[registration.stream] = StreamState(with_load=False)
+            caller = self._gate.identify(context, ControlCall.REGISTER)
+            registration, subject = await self._register(context, caller)
+            receiver = self._sessions[registration.stream] = StreamState(caller, subject, with_load=False)
             try:
                 await self._run_session(context, registration, receiver)
             finally:
@@ -135,10 +186,12 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     f"protocol_version {request.protocol_version} is not {convert.PROTOCOL_VERSION}, "
                     "the only one spoken here"
                 )
-            self._check_open()
-            if len(self._watchers) >= self._watchers_max:
-                raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
-            receiver = StreamState(with_load=True)
+            caller = self._gate.identify(context, ControlCall.WATCH)
+            with self._gate.audited(caller, ControlCall.WATCH):
+                self._check_open()
+                if len(self._watchers) >= self._watchers_max:
+                    raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
+            receiver = StreamState(caller, NO_SUBJECT, with_load=True)
             self._watchers.add(receiver)
             try:
                 await self._push(receiver, context.write, lambda _: b"")
@@ -150,10 +203,12 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         try:
-            self._check_open()
+            caller = self._gate.identify(context, ControlCall.DRAIN)
             reason = request.reason[:REASON_BYTES_MAX]
             agent_id = convert.read_agent_id(request.agent_id)
-            self._carry_out(self._directory.drain(agent_id, reason, now_ns=self._clock.now_ns()))
+            with self._gate.audited(caller, ControlCall.DRAIN, Subject(agent_id)):
+                self._check_open()
+                self._carry_out(self._directory.drain(agent_id, reason, now_ns=self._clock.now_ns()))
         except KvxferError as error:
             await abort(context, error)
         return pb.DrainResponse()
@@ -161,8 +216,10 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     def _check_open(self) -> None:
         if self._is_stopping:
             raise CoordinatorUnavailableError("the coordinator is stopping")
+        if self._closed_for is not None:
+            raise self._closed_for
 
-    async def _register(self, context: Any) -> Registration:
+    async def _register(self, context: Any, caller: Caller) -> tuple[Registration, Subject]:
         try:
             async with asyncio.timeout(HELLO_S):
                 message = await _read(context)
@@ -172,14 +229,9 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             raise ProtocolError("the first message of a session must register")
         try:
             hello = convert.read_hello(message.register)
-            self._hosts.check(hello, context.peer())
-            fresh_number = None
-            if hello.number:
-                await self._store.admit_number(hello.number)
-            else:
-                fresh_number = await self._store.next_number()
-            self._check_open()
-            registration = self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
+            subject = Subject(hello.info.agent_id, hello.info.role, bool(hello.info.http_url))
+            with self._gate.audited(caller, ControlCall.REGISTER, subject):
+                registration = await self._admit(hello, context)
         except KvxferError as error:
             self._metrics.registered(error.code)
             log.warning("refused a registration: %s", error)
@@ -187,7 +239,17 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._metrics.registered("return" if registration.is_return else "new")
         log.info("%s %s", registration.ref, "is back" if registration.is_return else "registered")
         self._carry_out(registration.effects)
-        return registration
+        return registration, subject
+
+    async def _admit(self, hello: Hello, context: Any) -> Registration:
+        self._hosts.check(hello, context.peer())
+        fresh_number = None
+        if hello.number:
+            await self._store.admit_number(hello.number)
+        else:
+            fresh_number = await self._store.next_number()
+        self._check_open()
+        return self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
 
     async def _run_session(self, context: Any, registration: Registration, receiver: StreamState) -> None:
         """Both directions of a registered stream, until either ends."""
@@ -247,14 +309,14 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         """Send one receiver the changes that it lacks, again and again.
 
-        Returns when the coordinator stops; raises RefusedError when the stream is to end.
+        Returns when the coordinator stops; raises the error with which the stream is to end.
         """
         heartbeat_s = self._config.heartbeat_s
         revision: int | None = None
         while True:
             receiver.wake.clear()
-            if receiver.close_reason is not None:
-                raise RefusedError(receiver.close_reason)
+            if receiver.close_error is not None:
+                raise receiver.close_error
             if receiver.drain_reason is not None and session is not None:
                 reason, receiver.drain_reason = receiver.drain_reason, None
                 await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
@@ -280,8 +342,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     log.info("%s is gone: %s", ref, cause.value)
                 case CloseStream(stream, reason):
                     if (receiver := self._sessions.get(stream)) is not None:
-                        receiver.close_reason = reason
-                        receiver.wake.set()
+                        receiver.close(RefusedError(reason))
                 case OrderDrain(stream, reason):
                     if (receiver := self._sessions.get(stream)) is not None:
                         receiver.drain_reason = reason
@@ -308,27 +369,3 @@ async def abort(context: Any, error: KvxferError) -> None:
     """End a call with the status and the stable code of ``error``."""
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     await context.abort(status, str(error)[:REASON_BYTES_MAX], trailing_metadata=((CODE_KEY, error.code),))
-
-
-class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets nothing pass without the cluster token but the health service, which says nothing worth hiding."""
-
-    def __init__(self, token: bytes, *, open_prefix: str) -> None:
-        self._expected = b"Bearer " + token
-        self._open_prefix = open_prefix
-        self._denial = grpc.stream_stream_rpc_method_handler(self._deny)
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        if details.method.startswith(self._open_prefix) or self._is_member(details.invocation_metadata):
-            return await continuation(details)
-        return self._denial
-
-    def _is_member(self, metadata: Any) -> bool:
-        shown = [value for key, value in metadata or () if key == "authorization"]
-        if len(shown) != 1:
-            return False
-        given = shown[0] if isinstance(shown[0], bytes) else shown[0].encode()
-        return hmac.compare_digest(given, self._expected)
-
-    async def _deny(self, requests: Any, context: Any) -> None:
-        await abort(context, AuthenticationError("the cluster token is missing or wrong"))

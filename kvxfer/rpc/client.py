@@ -35,7 +35,9 @@ from kvxfer.rpc.link import (
     open_channel,
     raise_status,
     tell,
+    until_renewed,
 )
+from kvxfer.trust.files import FollowedFiles
 from kvxfer.types import AgentRef, DataAddress, Load, Membership, PoolRecord, WorkerInfo
 
 log = logging.getLogger("kvxfer.rpc")
@@ -60,14 +62,16 @@ class CoordinatorSession:
         on_state: Callable[[bool], None] | None = None,
         on_drain: Callable[[str], None] | None = None,
         source: random.Random | None = None,
+        tls: FollowedFiles | None = None,
     ) -> None:
-        """``target`` is ``host:port``.
+        """``target`` is ``host:port``. With ``tls`` the certificate says who the agent is, and ``token`` may be empty.
 
         ``source`` jitters the waits between attempts. Raises InvalidArgumentError for anything that the wire cannot
         carry.
         """
         self._target = target
         self._metadata = credentials(token)
+        self._tls = tls
         self._hello = Hello(info, address, boot_nonce, pools=tuple(pools))
         convert.write_hello(self._hello)
         self._on_membership = on_membership
@@ -90,8 +94,8 @@ class CoordinatorSession:
     async def start(self, timeout_s: float = 30.0) -> AgentRef:
         """Register, trying again while the coordinator cannot be reached; returns the agent's full name.
 
-        Raises CoordinatorUnavailableError after ``timeout_s``, and at once: AuthenticationError, RefusedError (the
-        agent id is in use), ProtocolError. After an error the session is closed.
+        Raises CoordinatorUnavailableError after ``timeout_s``, and at once: AuthenticationError, ForbiddenError,
+        RefusedError (the agent id is in use), ProtocolError. After an error the session is closed.
         """
         if self._task is not None or self._leaving:
             raise ClosedError("a coordinator session starts once")
@@ -189,8 +193,8 @@ class CoordinatorSession:
         while not self._leaving:
             self._attempts += 1
             try:
-                async with open_channel(self._target) as channel:
-                    await self._converse(channel)
+                async with open_channel(self._target, self._tls) as channel:
+                    await until_renewed(self._tls, self._converse(channel))
             except Exception as error:
                 self._failed(error_from_exception(self._target, error))
                 if self._registered is not None and self._registered.done() and self._ref is None:

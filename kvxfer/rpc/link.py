@@ -16,6 +16,7 @@ from grpc.aio import EOF as EOF  # type: ignore[attr-defined]
 from kvxfer.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
+    ForbiddenError,
     InvalidArgumentError,
     KvxferError,
     OverloadedError,
@@ -25,6 +26,7 @@ from kvxfer.errors import (
     from_code,
 )
 from kvxfer.rpc.convert import MESSAGE_BYTES_MAX
+from kvxfer.trust.files import FollowedFiles
 
 CODE_KEY = "kvxfer-code"
 """Trailing metadata that carries an error's stable code."""
@@ -61,8 +63,13 @@ CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.enable_retries", 0),
 )
 
+NO_COORDINATOR = ("Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+HUNG_UP = "Socket closed"
+"""What gRPC says where a handshake failed."""
+
 _BY_STATUS: dict[grpc.StatusCode, Callable[[str], PeerError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: ForbiddenError,
     grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
     grpc.StatusCode.INVALID_ARGUMENT: ProtocolError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
@@ -70,17 +77,47 @@ _BY_STATUS: dict[grpc.StatusCode, Callable[[str], PeerError]] = {
 }
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel with our bounds and keepalive.
+RENEW_POLL_S = 1.0
+"""How often a client looks whether its certificate was replaced."""
+
+
+def open_channel(target: str, tls: FollowedFiles | None = None) -> grpc.aio.Channel:
+    """A channel with our bounds and keepalive; with ``tls`` it shows the certificate that is newest now, and believes
+    only a coordinator of the same cluster.
 
     One attempt, one channel: gRPC's own slow reconnect backoff stays out of it.
     """
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    keyed = tls.look()
+    proof = grpc.ssl_channel_credentials(keyed.ca, keyed.key, keyed.cert)
+    name = ("grpc.ssl_target_name_override", keyed.identity.coordinator_host)
+    return grpc.aio.secure_channel(target, proof, options=(*CHANNEL_OPTIONS, name))
+
+
+async def until_renewed(tls: FollowedFiles | None, conversation: Coroutine[Any, Any, None]) -> None:
+    """Hold ``conversation`` to its end, or end it when the certificate in ``tls`` was replaced: the next one shows the
+    new one."""
+    if tls is None:
+        await conversation
+        return
+    shown = tls.newest
+    talking = asyncio.create_task(conversation)
+    try:
+        while not (await asyncio.wait({talking}, timeout=RENEW_POLL_S))[0]:
+            if tls.look() is not shown:
+                return
+        await talking
+    finally:
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)
 
 
 def credentials(token: bytes) -> tuple[tuple[str, str], ...]:
-    """Call metadata that proves membership of the cluster. Raises InvalidArgumentError for a token no header can
-    carry."""
+    """Call metadata that proves membership of the cluster; none for an empty token. Raises InvalidArgumentError for a
+    token no header can carry."""
+    if not token:
+        return ()
     if any(not 0x21 <= byte <= 0x7E for byte in token):
         raise InvalidArgumentError("a cluster token has only printable ASCII characters, without spaces")
     return (("authorization", f"Bearer {token.decode('ascii')}"),)
@@ -89,7 +126,11 @@ def credentials(token: bytes) -> tuple[tuple[str, str], ...]:
 def error_from_status(target: str, status: grpc.StatusCode, details: str, code: str | None) -> KvxferError:
     """The exception for a call that ended with ``status``; ``code`` is the stable code from the trailing metadata."""
     details = details[:REASON_BYTES_MAX]
-    if status is grpc.StatusCode.UNAUTHENTICATED:
+    if any(sign in details for sign in NO_COORDINATOR) and code is None:
+        return AuthenticationError(
+            f"what answers at {target} is no coordinator of this cluster that our CAs vouch for: {details}"
+        )
+    if status is grpc.StatusCode.UNAUTHENTICATED and "certificate" not in details:
         return AuthenticationError(
             f"the coordinator at {target} did not accept this cluster token; "
             "every process of a cluster reads the same token file (KVXFER_TOKEN_FILE)"
@@ -99,7 +140,8 @@ def error_from_status(target: str, status: grpc.StatusCode, details: str, code: 
     error_class = _BY_STATUS.get(status)
     if error_class is not None:
         return error_class(f"coordinator {target}: {details}")
-    return CoordinatorUnavailableError(f"coordinator {target}: {status.name.lower()}: {details}")
+    hint = "; one with TLS hangs up on callers without a certificate that it believes" if HUNG_UP in details else ""
+    return CoordinatorUnavailableError(f"coordinator {target}: {status.name.lower()}: {details}{hint}")
 
 
 def error_from_exception(target: str, error: BaseException) -> KvxferError:

@@ -25,7 +25,9 @@ from kvxfer.rpc.link import (
     open_channel,
     raise_status,
     tell,
+    until_renewed,
 )
+from kvxfer.trust.files import FollowedFiles
 from kvxfer.types import Membership
 
 log = logging.getLogger("kvxfer.rpc")
@@ -49,10 +51,13 @@ class MembershipWatch:
         on_membership: Callable[[Membership], None] | None = None,
         on_state: Callable[[bool], None] | None = None,
         source: random.Random | None = None,
+        tls: FollowedFiles | None = None,
     ) -> None:
-        """``target`` is ``host:port``. The callbacks run on the loop that started the watch."""
+        """``target`` is ``host:port``. With ``tls`` the token may be empty. The callbacks run on the loop that started
+        the watch."""
         self._target = target
         self._metadata = credentials(token)
+        self._tls = tls
         self._on_membership = on_membership
         self._on_state = on_state
         self._backoff = ReconnectBackoff(source or random.Random())
@@ -136,8 +141,8 @@ class MembershipWatch:
     async def _run(self) -> None:
         while True:
             try:
-                async with open_channel(self._target) as channel:
-                    await self._follow(channel)
+                async with open_channel(self._target, self._tls) as channel:
+                    await until_renewed(self._tls, self._follow(channel))
             except Exception as error:
                 failure = error_from_exception(self._target, error)
                 if str(failure) != str(self._last_error):
@@ -207,15 +212,25 @@ class _Reader:
         return view
 
 
-async def list_members(target: str, token: bytes, *, timeout_s: float = CONNECT_S) -> Membership:
-    """The whole membership, once. Raises AuthenticationError or CoordinatorUnavailableError."""
-    async with MembershipWatch(target, token) as watch:
+async def list_members(
+    target: str, token: bytes, *, timeout_s: float = CONNECT_S, tls: FollowedFiles | None = None
+) -> Membership:
+    """The whole membership, once. Raises AuthenticationError, ForbiddenError or CoordinatorUnavailableError."""
+    async with MembershipWatch(target, token, tls=tls) as watch:
         return await watch.wait_connected(timeout_s)
 
 
-async def drain(target: str, token: bytes, agent_id: str, *, reason: str = "", timeout_s: float = CONNECT_S) -> None:
-    """Order an agent to take no new work. Raises RefusedError if there is no such member."""
-    async with open_channel(target) as channel:
+async def drain(
+    target: str,
+    token: bytes,
+    agent_id: str,
+    *,
+    reason: str = "",
+    timeout_s: float = CONNECT_S,
+    tls: FollowedFiles | None = None,
+) -> None:
+    """Order an agent to take no new work. Raises RefusedError if there is no such member, and ForbiddenError."""
+    async with open_channel(target, tls) as channel:
         stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
         request = pb.DrainRequest(agent_id=agent_id, reason=reason)
         try:

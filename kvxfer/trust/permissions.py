@@ -27,7 +27,7 @@ class ControlCall(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Whom a call is about. ``role`` and ``has_http`` are those that an agent registers with."""
+    """The agent that a call is about. ``role`` and ``has_http`` are those that an agent registers with."""
 
     agent_id: str = ""
     role: Role = Role.BOTH

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.coordinator.server import SERVER_OPTIONS
+from kvxfer.coordinator.listening import SERVER_OPTIONS
 from kvxfer.rpc.link import CHANNEL_OPTIONS, PINGS_APART_MIN_MS
 from tests.support.coordinator import running
 

@@ -244,7 +244,7 @@ async def test_the_ready_line_has_what_every_server_says(cluster: Cluster) -> No
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "coordinator", "localhost.example"])
 def test_only_loopback_without_insecure(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"not loopback.*mTLS comes in a later version"):
+    with pytest.raises(ConfigError, match=r"not loopback and there is no TLS: .*give tls_cert_file"):
         CoordinatorOptions(host=host)
     assert CoordinatorOptions(host=host, insecure=True).host == host
 

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from kvxfer.coordinator import metrics, server
+from kvxfer.coordinator import listening, metrics
 from tests.support.coordinator import running
 
 
@@ -19,8 +19,8 @@ async def test_coordinator_connection_that_speaks_no_http2_is_closed(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorter = {"grpc.server_handshake_timeout_ms": 200}
-    options = tuple((name, shorter.get(name, value)) for name, value in server.SERVER_OPTIONS)
-    monkeypatch.setattr(server, "SERVER_OPTIONS", options)
+    options = tuple((name, shorter.get(name, value)) for name, value in listening.SERVER_OPTIONS)
+    monkeypatch.setattr(listening, "SERVER_OPTIONS", options)
     async with running(tmp_path) as cluster:
         host, _, port = cluster.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
