@@ -48,6 +48,14 @@ def check_address(name: str, value: str) -> None:
         raise ConfigError(f"{name} must be host:port, not {value!r:.100}")
 
 
+def check_coordinator_files(ca_file: str, cert_file: str, key_file: str) -> None:
+    """Raise ConfigError for a certificate without CAs, or the reverse, or a key without a certificate."""
+    if bool(ca_file) != bool(cert_file):
+        raise ConfigError("coordinator_cert_file and coordinator_ca_file go together")
+    if key_file and not cert_file:
+        raise ConfigError("coordinator_key_file needs coordinator_cert_file")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``: a loopback address (an IPv6 one also in brackets), or
     ``localhost``. Any other name counts as reachable from elsewhere.
@@ -108,6 +116,13 @@ class AgentConfig:
     """Allowed lanes, best first. ``KVXFER_LANES`` in the environment narrows them: see :func:`operator_lanes`."""
     calibrate: bool = True
     """Try the fastest lane of the pair so far first; otherwise ``lanes`` gives the order."""
+    coordinator_ca_file: str = ""
+    """PEM file with the CAs of the coordinator's certificate. Empty: no TLS, and the cluster token says who this is."""
+    coordinator_cert_file: str = ""
+    """PEM file with this process's certificate, which names it: ``kvxfer://CLUSTER/ROLE/NAME`` for agents ``NAME`` and
+    ``NAME.`` with more behind it. Read again when it changes."""
+    coordinator_key_file: str = ""
+    """PEM file with its key. Empty: the certificate's file has it."""
     runtime_dir: str = ""
     """Directory (0700) for the Unix socket; empty: ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
     ucx_library: str = ""
@@ -195,6 +210,7 @@ class AgentConfig:
         if self.progress not in tuple(ProgressMode):
             raise ConfigError(f"progress must be one of {', '.join(ProgressMode)}, not {self.progress!r}")
         checksum_mode("post_checksum", self.post_checksum)
+        check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
         if not 0 <= self.bind_port < 65536:

@@ -106,8 +106,8 @@ class Agent(AgentMemory):
     async def __aenter__(self) -> Agent:
         """Listen, register with the coordinator, publish the pools.
 
-        Raises ConfigError, CoordinatorUnavailableError, AuthenticationError, and RefusedError if the agent id is in
-        use.
+        Raises ConfigError, CoordinatorUnavailableError, AuthenticationError, ForbiddenError, and RefusedError if the
+        agent id is in use.
         """
         if self._is_entered or self._is_closing:
             raise ClosedError("an agent is entered once")
@@ -435,6 +435,7 @@ class Agent(AgentMemory):
             self._load,
             on_membership=self._on_membership,
             on_state=self._on_coordinator,
+            config=self.config,
         )
         return await self._session.start(self._connect_s)
 

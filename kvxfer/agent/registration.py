@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kvxfer.config import AgentConfig
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Membership, PoolRecord, WorkerInfo
 
 if TYPE_CHECKING:
@@ -37,20 +38,23 @@ def open_session(
     *,
     on_membership: Callable[[Membership], None],
     on_state: Callable[[bool], None],
+    config: AgentConfig,
 ) -> CoordinatorSession:
-    """A session for a new incarnation, not started yet; without ``token`` the one at the default place. Raises
-    ConfigError."""
-    from kvxfer.rpc import CoordinatorSession
+    """A session for a new incarnation, not started yet. It shows the certificate that ``config`` names; else ``token``
+    or, without it, the one at the default place. Raises ConfigError."""
+    from kvxfer.rpc import CoordinatorSession, coordinator_tls
 
+    tls = coordinator_tls(config.coordinator_ca_file, config.coordinator_cert_file, config.coordinator_key_file)
     session = CoordinatorSession(
         coordinator,
-        cluster_token(token),
+        cluster_token(token) if tls is None else b"",
         secrets.token_bytes(16),
         info,
         address,
         list(pools),
         on_membership=on_membership,
         on_state=on_state,
+        tls=tls,
     )
     session.set_load(load)
     return session

@@ -22,12 +22,11 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvxfer import __version__, places
 from kvxfer.cli.console import size, table
 from kvxfer.cli.flags import print_json_line
-from kvxfer.config import LANES_VARIABLE, check_address, check_positive, operator_lanes
+from kvxfer.config import LANES_VARIABLE, check_address, check_coordinator_files, check_positive, operator_lanes
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.types import Lane
 
@@ -53,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--pid", type=int, metavar="PID", help="also say whether cma could read this process from here")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="also try to reach this coordinator")
+    for name, what in (
+        ("ca", "the CAs of the coordinator's certificate"),
+        ("cert", "the certificate to show to it"),
+        ("key", "that certificate's key"),
+    ):
+        parser.add_argument(f"--coordinator-{name}-file", default="", metavar="FILE", help=f"PEM file with {what}")
     parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="for reaching it (default: 3)")
 
 
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     asked = [] if args.pid is None else [process(args.pid)]
     findings = [*lanes(), *asked, *files(), *host(), *versions()]
     if args.coordinator:
-        findings.append(asyncio.run(_coordinator(args.coordinator, args.timeout_s)))
+        findings.append(asyncio.run(_coordinator(args)))
     if args.json:
         print_json_line({"kvxfer": __version__, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
@@ -312,15 +317,18 @@ def versions() -> list[Finding]:
     return found
 
 
-async def _coordinator(address: str, timeout_s: float) -> Finding:
-    import grpc
+async def _coordinator(args: argparse.Namespace) -> Finding:
+    from kvxfer.rpc import coordinator_tls
+    from kvxfer.rpc.link import open_channel
 
-    channel: Any = grpc.aio.insecure_channel(address)
+    files = args.coordinator_ca_file, args.coordinator_cert_file, args.coordinator_key_file
+    check_coordinator_files(*files)
+    address, channel = args.coordinator, open_channel(args.coordinator, coordinator_tls(*files))
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(args.timeout_s):
             await channel.channel_ready()
     except TimeoutError:
-        return Finding("coordinator", address, False, f"not reachable within {timeout_s:g} s")
+        return Finding("coordinator", address, False, f"not reachable within {args.timeout_s:g} s")
     finally:
-        await channel.close()
+        await channel.close(None)
     return Finding("coordinator", address, True, "accepts connections")

@@ -7,7 +7,7 @@ import os
 import secrets
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_positive, is_loopback
+from kvxfer.config import AgentConfig, check_address, check_coordinator_files, check_positive, is_loopback
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.scheduler import SchedulerLimits
 from kvxfer.errors import ConfigError
@@ -39,6 +39,11 @@ class WorkerOptions(ServingLimits):
     data_port: int = _option(0, "port for transfers; 0 takes a free one")
     advertise_host: str = _option("", "host that others reach this worker by, where it is not --host")
     coordinator: str = _option("", "host:port of the coordinator; empty runs this worker alone, without transfers")
+    coordinator_ca_file: str = _option("", "PEM file with the CAs of the coordinator's certificate; empty: no TLS")
+    coordinator_cert_file: str = _option(
+        "", "PEM file with the certificate to show to the coordinator, in place of the token"
+    )
+    coordinator_key_file: str = _option("", "PEM file with its key; empty: it is in coordinator_cert_file")
     token_file: str = _option("", "file with the cluster token; empty means the default place")
     agent_id: str = _option("", "name among the workers; empty means the role and some random letters")
     block_tokens: int = _option(16, "tokens a KV block")
@@ -109,6 +114,7 @@ class WorkerOptions(ServingLimits):
             check_agent_id(self.agent_id)
         if self.coordinator:
             check_address("coordinator", self.coordinator)
+        check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback: nothing is encrypted, so this needs --insecure")
         self.limits()
@@ -130,6 +136,9 @@ class WorkerOptions(ServingLimits):
             bind_port=self.data_port,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
+            coordinator_ca_file=self.coordinator_ca_file,
+            coordinator_cert_file=self.coordinator_cert_file,
+            coordinator_key_file=self.coordinator_key_file,
             lanes=self.lanes,
             runtime_dir=self.runtime_dir,
             grant_ttl_s=self.grant_ttl_s,

@@ -160,8 +160,8 @@ def _load(options: WorkerOptions, threads: int) -> LoadedModel:
 
 def _make_agent(options: WorkerOptions, info: WorkerInfo, registry: CollectorRegistry) -> Agent:
     from kvxfer.agent import Agent
-    from kvxfer.rpc import member_token
+    from kvxfer.rpc import token_beside
 
-    token = member_token(options.token_file)
+    token = token_beside(options.coordinator_cert_file, options.token_file)
     hide(token)
     return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(), registry=registry)

@@ -16,6 +16,7 @@ from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.worker_key import followed_worker_key
+from kvxfer.rpc import coordinator_tls
 
 FIRST_MEMBERSHIP_WAIT_S = 1.0
 """How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
@@ -68,7 +69,10 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
             )
             await stack.enter_async_context(KubernetesSource(kubernetes.completed(os.environ), workers))
         if options.coordinator:
-            source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers))
+            tls = coordinator_tls(
+                options.coordinator_ca_file, options.coordinator_cert_file, options.coordinator_key_file
+            )
+            source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers, tls=tls))
             await source.wait_first(FIRST_MEMBERSHIP_WAIT_S)
         key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
         probes = Prober(workers, ProbeOptions(probe_interval_s=options.probe_s), headers=lambda: key.headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvxfer.config import check_address, check_positive, is_loopback
+from kvxfer.config import check_address, check_coordinator_files, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.cors import Cors
@@ -37,6 +37,11 @@ class RouterOptions(ServingLimits):
     engine: tuple[str, ...] = _option((), "URL of an engine that serves whole requests; may be repeated")
     dialect: str = _option("vllm", "how the workers of --prefill and --decode are asked", DIALECTS)
     workers_file: str = _option("", "YAML file with workers; it is read again when it changes")
+    coordinator_ca_file: str = _option("", "PEM file with the CAs of the coordinator's certificate; empty: no TLS")
+    coordinator_cert_file: str = _option(
+        "", "PEM file with the certificate to show to the coordinator, in place of the token"
+    )
+    coordinator_key_file: str = _option("", "PEM file with its key; empty: it is in coordinator_cert_file")
     token_file: str = _option("", "file with the cluster token; empty means the default place")
     api_key_file: str = _option(
         "", "file with the API keys that clients may use: one a line, or YAML with limits; empty asks for none"
@@ -118,6 +123,7 @@ class RouterOptions(ServingLimits):
         check_positive("workers", self.workers, maximum=PROCESSES_MAX)
         if self.coordinator:
             check_address("coordinator", self.coordinator)
+        check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if self.local_prefill not in LOCAL_PREFILL:
             raise ConfigError(f"local_prefill must be one of {', '.join(LOCAL_PREFILL)}, not {self.local_prefill!r}")
         if self.on_prefill_failure not in PREFILL_FAILURE:

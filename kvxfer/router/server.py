@@ -36,7 +36,7 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import WorkerPools
 from kvxfer.router.worker_key import WorkerKey, followed_worker_key
-from kvxfer.rpc import load_token, member_token
+from kvxfer.rpc import coordinator_tls, load_token, token_beside
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import HttpServer, listening, ready_line, serving
@@ -74,7 +74,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(followed_api_keys(keys, options))
         if options.coordinator:
-            token = member_token(options.token_file)
+            token = token_beside(options.coordinator_cert_file, options.token_file)
             hide(token)
         listener = stack.enter_context(listening(options.host, options.port))
         if several is not None and options.workers > 1:
@@ -94,6 +94,7 @@ def check(options: RouterOptions) -> None:
             ApiKeys.from_file(path, with_limits=with_limits)
     if options.token_file:
         load_token(options.token_file)
+    coordinator_tls(options.coordinator_ca_file, options.coordinator_cert_file, options.coordinator_key_file)
     if options.worker_api_key_file:
         WorkerKey().load(options.worker_api_key_file)
     check_workers(options, new_workers(options))

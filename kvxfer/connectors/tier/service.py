@@ -70,8 +70,10 @@ async def serve(
 ) -> None:
     """Run until ``stop`` is set. Raises ConfigError, LimitExceededError where the host lacks the memory, and what
     entering an agent raises."""
-    token = load_or_create_token(options.token_file or default_token_path())
-    hide(token)
+    token = b""
+    if not (options.coordinator and options.coordinator_cert_file):
+        token = load_or_create_token(options.token_file or default_token_path())
+        hide(token)
     registry = CollectorRegistry()
     agent = Agent(
         options.agent_id,

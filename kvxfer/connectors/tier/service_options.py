@@ -31,6 +31,15 @@ class TierServiceOptions:
         default="",
         metadata=_help("cluster token file; default $KVXFER_TOKEN_FILE or the state directory, made if missing"),
     )
+    coordinator_ca_file: str = dataclasses.field(
+        default="", metadata=_help("PEM file with the CAs of the coordinator's certificate; empty: no TLS")
+    )
+    coordinator_cert_file: str = dataclasses.field(
+        default="", metadata=_help("PEM file with the certificate to show to the coordinator, in place of the token")
+    )
+    coordinator_key_file: str = dataclasses.field(
+        default="", metadata=_help("PEM file with its key; empty: it is in coordinator_cert_file")
+    )
     bind_host: str = dataclasses.field(default="127.0.0.1", metadata=_help("address on which engines reach the agent"))
     bind_port: int = dataclasses.field(default=0, metadata=_help("port of the agent; 0: any free one"))
     advertise_host: str = dataclasses.field(
@@ -84,6 +93,9 @@ class TierServiceOptions:
             bind_port=self.bind_port,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
+            coordinator_ca_file=self.coordinator_ca_file,
+            coordinator_cert_file=self.coordinator_cert_file,
+            coordinator_key_file=self.coordinator_key_file,
             discovery=not self.coordinator,
             lanes=self.lanes,
             copy_threads=self.copy_threads,

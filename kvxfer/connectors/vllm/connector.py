@@ -314,8 +314,8 @@ def _served_name(model_config: Any) -> str:
 
 
 def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
-    from kvxfer.rpc import member_token
+    from kvxfer.rpc import token_beside
 
-    token = member_token(options.token_file)
+    token = token_beside("" if options.discovery else options.coordinator_cert_file, options.token_file)
     hide(token)
     return Agent(info, coordinator=options.coordinator or None, token=token, config=options.agent_config(rank))

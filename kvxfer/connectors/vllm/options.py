@@ -7,7 +7,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_copy_threads, check_positive, checksum_mode
+from kvxfer.config import (
+    AgentConfig,
+    check_address,
+    check_coordinator_files,
+    check_copy_threads,
+    check_positive,
+    checksum_mode,
+)
 from kvxfer.connectors.vllm.params import DISCOVERED_RANKS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import ChecksumMode, Lane, Role, check_agent_id
@@ -43,6 +50,12 @@ class ConnectorOptions:
     """Without a coordinator: answers carry this engine's signed agent metadata, and requests that of the sources."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
+    coordinator_ca_file: str = ""
+    """PEM file with the CAs of the coordinator's certificate; empty: no TLS."""
+    coordinator_cert_file: str = ""
+    """PEM file with the certificate to show to the coordinator, in place of the token. It names ``agent_id``."""
+    coordinator_key_file: str = ""
+    """PEM file with its key; empty: it is in ``coordinator_cert_file``."""
     http_url: str = ""
     """Where this engine serves HTTP, for kvxfer's router."""
     lanes: tuple[Lane, ...] = AgentConfig.lanes
@@ -94,6 +107,7 @@ class ConnectorOptions:
             check_address("coordinator", self.coordinator)
         elif self.http_url:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
+        check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         check_copy_threads("copy_threads", self.copy_threads)
         for name in SECONDS:
             check_positive(name, getattr(self, name), maximum=86400.0)
@@ -147,6 +161,9 @@ class ConnectorOptions:
             bind_port=self.bind_port + rank if self.bind_port else 0,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
+            coordinator_ca_file=self.coordinator_ca_file,
+            coordinator_cert_file=self.coordinator_cert_file,
+            coordinator_key_file=self.coordinator_key_file,
             discovery=self.discovery,
             stripes=self.stripes,
             copy_threads=self.copy_threads,

@@ -7,15 +7,16 @@ import contextlib
 from kvxfer.errors import CoordinatorUnavailableError
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.rpc import MembershipWatch
+from kvxfer.trust.files import FollowedFiles
 
 
 class CoordinatorSource:
     """An async context manager. A coordinator that is lost leaves the last membership, and is come back to for ever."""
 
-    def __init__(self, target: str, token: bytes, workers: Workers) -> None:
-        """``target`` is ``host:port``."""
+    def __init__(self, target: str, token: bytes, workers: Workers, *, tls: FollowedFiles | None = None) -> None:
+        """``target`` is ``host:port``. With ``tls`` the certificate takes the place of ``token``."""
         self._workers = workers
-        self._watch = MembershipWatch(target, token, on_membership=workers.update, on_state=self._on_state)
+        self._watch = MembershipWatch(target, token, on_membership=workers.update, on_state=self._on_state, tls=tls)
 
     def _on_state(self, is_connected: bool) -> None:
         self._workers.is_connected = is_connected
@@ -23,7 +24,8 @@ class CoordinatorSource:
     async def wait_first(self, timeout_s: float) -> None:
         """Wait for a first membership, at most so long.
 
-        Raises AuthenticationError where the coordinator does not take the token, and ProtocolError.
+        Raises AuthenticationError or ForbiddenError where the coordinator does not take the token or the certificate,
+        and ProtocolError.
         """
         with contextlib.suppress(CoordinatorUnavailableError):
             await self._watch.wait_connected(timeout_s)
