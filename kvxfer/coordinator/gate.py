@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.errors import AuthenticationError, InvalidArgumentError, KvxferError
 from kvxfer.rpc.link import CODE_KEY, REASON_BYTES_MAX
 from kvxfer.trust.files import fingerprint
@@ -44,9 +45,10 @@ class Caller:
 class Gate:
     """Of one coordinator. Empty ``cluster``: it has no TLS, and :class:`TokenGate` asks for the token."""
 
-    def __init__(self, cluster: str, revoked: RevokedList) -> None:
+    def __init__(self, cluster: str, revoked: RevokedList, metrics: CoordinatorMetrics) -> None:
         self._cluster = cluster
         self._revoked = revoked
+        self._metrics = metrics
 
     def identify(self, context: Any, call: ControlCall) -> Caller:
         """The caller behind gRPC's ``context``. Raises AuthenticationError for a certificate of another cluster, of no
@@ -58,7 +60,7 @@ class Gate:
             caller = self._certified(context.auth_context(), peer)
             self.check_revoked(caller)
         except AuthenticationError as error:
-            _log("unknown", peer, call, NO_SUBJECT, error.code, str(error))
+            self._log("unknown", peer, call, NO_SUBJECT, error.code, str(error))
             raise
         return caller
 
@@ -75,13 +77,13 @@ class Gate:
             check(caller.identity, call, subject)
             yield
         except KvxferError as error:
-            _log(str(caller), caller.peer, call, subject, error.code, str(error))
+            self._log(str(caller), caller.peer, call, subject, error.code, str(error))
             raise
-        _log(str(caller), caller.peer, call, subject, "ok", "")
+        self._log(str(caller), caller.peer, call, subject, "ok", "")
 
     def ended(self, caller: Caller, call: ControlCall, subject: Subject, error: KvxferError) -> None:
         """The audit line of a stream that the coordinator ends because its caller lost what let it in."""
-        _log(str(caller), caller.peer, call, subject, error.code, str(error))
+        self._log(str(caller), caller.peer, call, subject, error.code, str(error))
 
     def _certified(self, shown: Any, peer: str) -> Caller:
         try:
@@ -95,11 +97,11 @@ class Gate:
             raise AuthenticationError(f"the certificate is of cluster {identity.cluster}, not {self._cluster}")
         return caller
 
-
-def _log(caller: str, peer: str, call: ControlCall, subject: Subject, outcome: str, why: str) -> None:
-    level = logging.INFO if outcome == "ok" else logging.WARNING
-    fields = {"caller": caller, "peer": peer, "call": str(call), "subject": subject.agent_id, "outcome": outcome}
-    audit.log(level, "control call", extra=fields | ({"why": why[:REASON_BYTES_MAX]} if why else {}))
+    def _log(self, caller: str, peer: str, call: ControlCall, subject: Subject, outcome: str, why: str) -> None:
+        level = logging.INFO if outcome == "ok" else logging.WARNING
+        fields = {"caller": caller, "peer": peer, "call": str(call), "subject": subject.agent_id, "outcome": outcome}
+        audit.log(level, "control call", extra=fields | ({"why": why[:REASON_BYTES_MAX]} if why else {}))
+        self._metrics.called(call, outcome)
 
 
 class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -60,6 +60,25 @@ class CoordinatorMetrics:
             registry=self.registry,
         )
 
+        self._calls = prometheus_client.Counter(
+            "kvxfer_coordinator_calls",
+            "Control calls by outcome: ok, or an error code.",
+            ["call", "outcome"],
+            registry=self.registry,
+        )
+        self._certificate_ends = prometheus_client.Gauge(
+            "kvxfer_coordinator_certificate_ends_timestamp_seconds",
+            "When the coordinator's certificate ends, in Unix seconds; 0 without TLS.",
+            registry=self.registry,
+        )
+
+    def called(self, call: str, outcome: str) -> None:
+        """Count one control call."""
+        self._calls.labels(call, outcome).inc()
+
+    def certificate_ends(self, unix_s: float) -> None:
+        self._certificate_ends.set(unix_s)
+
     def observe(self, statistics: DirectoryStatistics, watchers: int) -> None:
         """Show the directory as it is now."""
         for state, count in statistics.members.items():

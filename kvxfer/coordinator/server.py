@@ -66,7 +66,7 @@ async def serve(
     metrics = CoordinatorMetrics()
     files = _tls_files(options)
     revoked = RevokedList(options.revoked_file)
-    gate = Gate(files.newest.identity.cluster if files is not None else "", revoked)
+    gate = Gate(files.newest.identity.cluster if files is not None else "", revoked, metrics)
     service = CoordinatorService(
         options.config,
         make_directory(options, clock.now_ns(), first_revision=started_us),
@@ -107,7 +107,7 @@ async def serve(
                 "pid": os.getpid(),
             }
         )
-        following = asyncio.create_task(_follow_trust(service, control_port, files, revoked))
+        following = asyncio.create_task(_follow_trust(service, control_port, files, revoked, metrics))
         try:
             await _run_until(stop, service, options.heartbeat_s / TICKS_PER_HEARTBEAT, following)
         finally:
@@ -151,11 +151,16 @@ def _tls_files(options: CoordinatorOptions) -> FollowedFiles | None:
 
 
 async def _follow_trust(
-    service: CoordinatorService, control_port: ControlPort, files: FollowedFiles | None, revoked: RevokedList
+    service: CoordinatorService,
+    control_port: ControlPort,
+    files: FollowedFiles | None,
+    revoked: RevokedList,
+    metrics: CoordinatorMetrics,
 ) -> None:
     """End what is no longer trusted, for ever."""
     while files is not None:
         believed = files.newest.authorities
+        metrics.certificate_ends(files.newest.ends_s)
         await asyncio.sleep(TRUST_LOOK_S)
         if revoked.look():
             service.end_revoked()

@@ -134,6 +134,7 @@ def show(path: str | os.PathLike[str]) -> Shown:
 
 def cluster_of(directory: pathlib.Path) -> str:
     """The cluster whose CA is in ``directory``. Raises ConfigError where there is none."""
+    _load_ca(directory)
     found = re.fullmatch(r"CN=kvxfer (\S+) CA", show(directory / CA_CERT).subject)
     if found is None:
         raise ConfigError(f"{directory / CA_CERT} is no CA that `kvxfer certs init` made")

@@ -92,7 +92,7 @@ def test_the_command_makes_a_ca_issues_and_shows(tmp_path: pathlib.Path, capsys:
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["issue", "router", "r0"], 1, "No such file or directory"),
+        (["issue", "router", "r0"], 1, "certs/ca.pem: No such file or directory; `kvxfer certs init` makes one"),
         (["issue", "router", "r.0"], 2, "a name in a certificate"),
         (["init", "--cluster", "UP"], 2, "a cluster's name"),
         (["init", "--days", "0"], 2, "days must be above 0"),

@@ -43,16 +43,16 @@ async def test_a_certificate_is_enough_and_is_needed(tmp_path: pathlib.Path, ca:
 
         token = load_token(tmp_path / "coordinator-token")
         with pytest.raises((CoordinatorUnavailableError, AuthenticationError)):
-            await register(address, "w9", None, token=token, timeout_s=1.0)
+            await register(address, "w9", None, token=token, timeout_s=0.5)
         with pytest.raises((CoordinatorUnavailableError, AuthenticationError)):
-            await watch(address, None, 1.0, token)
+            await watch(address, None, 0.5, token)
 
         foreign = ClusterAuthority(tmp_path / "foreign")
         with pytest.raises(AuthenticationError, match="no coordinator of this cluster"):
             await watch(address, foreign.followed(CertRole.ROUTER, "r0"))
         believing = foreign.followed(CertRole.ROUTER, "r0", ca_file=ca.ca_file)
         with pytest.raises(CoordinatorUnavailableError, match="without a certificate that it believes"):
-            await watch(address, believing, 1.0)
+            await watch(address, believing, 0.5)
         await one.session.close()
         await two.session.close()
     line = coordinator.audited(caller="kvxfer://default/worker/w0", call="register")[0]
@@ -136,6 +136,7 @@ async def test_one_certificate_is_revoked_by_its_fingerprint(tmp_path: pathlib.P
         assert await watch(coordinator.address, ca.followed(CertRole.ROUTER, "r0")) == []
 
 
+@pytest.mark.deep
 async def test_whose_ca_was_replaced_is_out_and_the_others_come_back(
     tmp_path: pathlib.Path, ca: ClusterAuthority
 ) -> None:
