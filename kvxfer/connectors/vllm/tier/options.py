@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_positive
+from kvxfer.config import AgentConfig, check_address, check_coordinator_files, check_positive
 from kvxfer.connectors.tier.file_store import THREADS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, check_agent_id
@@ -35,6 +35,12 @@ class TierOptions:
     """the address of the service's HTTP port, where its signed agent metadata is."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
+    coordinator_ca_file: str = ""
+    """PEM file with the CAs of the coordinator's certificate; empty: no TLS."""
+    coordinator_cert_file: str = ""
+    """PEM file with the certificate to show to the coordinator, in place of the token."""
+    coordinator_key_file: str = ""
+    """PEM file with its key; empty: it is in ``coordinator_cert_file``."""
     agent_id: str = ""
     """This engine's own agent; empty: one that is drawn."""
     lanes: tuple[Lane, ...] = AgentConfig.lanes
@@ -61,6 +67,9 @@ class TierOptions:
             raise ConfigError(f"store must be 'file' or 'pool', not {self.store!r:.100}")
         if self.coordinator:
             check_address("coordinator", self.coordinator)
+        check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
+        if self.coordinator_cert_file and not self.agent_id:
+            raise ConfigError("coordinator_cert_file needs agent_id: the certificate's name, or that name with '.tier'")
         if self.service_url and not self.service_url.startswith(("http://", "https://")):
             raise ConfigError(f"service_url must begin with http:// or https://, not {self.service_url!r:.100}")
         if self.agent_id:
