@@ -17,7 +17,7 @@ from typing import Any
 from kvxfer.rpc import CoordinatorSession, MembershipWatch
 from kvxfer.rpc.proof import SETTINGS
 from kvxfer.trust import authority
-from kvxfer.trust.files import FollowedFiles, IdentityFiles
+from kvxfer.trust.files import FollowedFiles, IdentityFiles, Keyed
 from kvxfer.trust.identity import CertIdentity, CertRole
 from kvxfer.types import DataAddress, Membership, Role, WorkerInfo
 
@@ -51,7 +51,7 @@ class ClusterAuthority:
         own = IdentityFiles(str(issued.cert_file), str(issued.key_file), self.ca_file, SETTINGS)
         if not ca_file:
             return FollowedFiles(own)
-        return _Believing(own, pathlib.Path(ca_file).read_bytes())
+        return ForcedFiles(own, ca=pathlib.Path(ca_file).read_bytes())
 
     def coordinator_options(self, name: str = "c0") -> dict[str, str]:
         """The coordinator's options."""
@@ -63,14 +63,14 @@ class ClusterAuthority:
         }
 
 
-class _Believing(FollowedFiles):
-    """Shows a certificate, and believes other CAs than those that signed it, which files cannot say."""
+class ForcedFiles(FollowedFiles):
+    """What no files say that fit together: ``changed`` are fields of what is read, as a test wants them."""
 
-    def __init__(self, files: IdentityFiles, ca: bytes) -> None:
+    def __init__(self, files: IdentityFiles, **changed: Any) -> None:
         super().__init__(files)
-        self._newest = dataclasses.replace(self._newest, ca=ca)
+        self._newest = dataclasses.replace(self._newest, **changed)
 
-    def look(self) -> Any:
+    def look(self) -> Keyed:
         return self._newest
 
 

@@ -47,6 +47,7 @@ ROOMS = (
     *("kvxfer/layout", "kvxfer/openai", "kvxfer/protocol", "kvxfer/rpc", "kvxfer/serving", "kvxfer/testing"),
     *("kvxfer/router", "kvxfer/policy", "kvxfer/mock_engine", "kvxfer/forecast", "tests/router", "tests/policy"),
     *("kvxfer/transport", "kvxfer/config.py", "kvxfer/errors.py", "kvxfer/observe.py", "kvxfer/places.py"),
+    *("kvxfer/trust", "tests/trust"),
     *("kvxfer/types.py", "tests/contract", "tests/faults", "tests/machines", "tests/native"),
     *("tests/agent", "tests/engine", "tests/support", "tests/benchmarks", "tests/cli", "tests/deploy", "tests/e2e"),
     *("tests/fuzz", "tests/mock_engine", "tests/serving", "tests/sglang", "tests/vllm"),

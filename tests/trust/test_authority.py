@@ -59,6 +59,14 @@ def test_a_certificate_says_who_where_and_until_when(ca: pathlib.Path) -> None:
     assert keyed.authorities == {authority.show(ca / "ca.pem").fingerprint}
 
 
+@pytest.mark.parametrize("purpose", ["sslserver", "sslclient"])
+def test_openssl_believes_it_strictly(ca: pathlib.Path, purpose: str) -> None:
+    issued = authority.issue(ca, P0, hosts=["a.example"], days=9, now=NOW)
+    command = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", str(ca / "ca.pem")]
+    done = subprocess.run([*command, str(issued.cert_file)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{issued.cert_file}: OK\n"), done.stderr
+
+
 def test_only_coordinators_have_the_name_by_which_callers_know_them(ca: pathlib.Path) -> None:
     identity = CertIdentity("default", CertRole.COORDINATOR, "c0")
     assert (

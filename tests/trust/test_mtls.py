@@ -14,7 +14,7 @@ from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.coordinator import CoordinatorOptions
 from kvxfer.errors import AuthenticationError, ConfigError, CoordinatorUnavailableError, ForbiddenError
-from kvxfer.rpc import coordinator_tls, load_token
+from kvxfer.rpc import MembershipWatch, coordinator_tls, load_token
 from kvxfer.rpc.link import error_from_exception, open_channel
 from kvxfer.trust import authority
 from kvxfer.trust.identity import CertRole
@@ -116,12 +116,33 @@ async def test_a_revoked_name_loses_its_session_and_its_incarnation(
             await register(address, "w1", ca.followed(CertRole.WORKER, "w1"))
         assert good.states == [True]
 
-        revoked.write_text("kvxfer://default/worker/w1\nnonsense\n")  # a mistake lets nobody back in
+        revoked.write_text("kvxfer://default/worker/w1\nnonsense\n")  # a mistake lets none back in
         with pytest.raises(AuthenticationError, match="is revoked"):
             await register(address, "w1", ca.followed(CertRole.WORKER, "w1"))
         await good.session.close()
         await bad.session.close()
     assert coordinator.audited(call="register", subject="w1", outcome="unauthenticated")
+
+
+async def test_a_revoked_router_loses_its_watch(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:
+    revoked = tmp_path / "revoked"
+    revoked.write_text("")
+    options = ca.coordinator_options() | {"revoked_file": str(revoked)}
+    async with coordinator_process(tmp_path, options) as coordinator:
+        routers = [ca.followed(CertRole.ROUTER, name) for name in ("r0", "r1")]
+        async with (
+            MembershipWatch(coordinator.address, b"", tls=routers[0]) as bad,
+            MembershipWatch(coordinator.address, b"", tls=routers[1]) as good,
+        ):
+            await bad.wait_connected()
+            await good.wait_connected()
+            revoked.write_text("kvxfer://default/router/r0")
+            async with asyncio.timeout(REVOKED_WITHIN_S):
+                await until(lambda: "is revoked" in str(bad.last_error), "the watch to end")
+            assert not bad.is_connected
+            assert good.is_connected
+        ended = {"caller": "kvxfer://default/router/r0", "call": "watch", "outcome": "unauthenticated"}
+        await until(lambda: coordinator.audited(**ended), "the line of the audit log")
 
 
 async def test_one_certificate_is_revoked_by_its_fingerprint(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:

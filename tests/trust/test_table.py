@@ -9,20 +9,17 @@ import pytest
 
 from kvxfer.errors import AuthenticationError, ForbiddenError, KvxferError, RefusedError
 from kvxfer.rpc import drain
-from kvxfer.rpc.proof import SETTINGS
-from kvxfer.trust import authority
-from kvxfer.trust.files import FollowedFiles, IdentityFiles
 from kvxfer.trust.identity import CertRole
 from kvxfer.trust.permissions import CALLS, JOINS, SERVES, ControlCall
 from kvxfer.types import Role
 from tests.support.coordinator import running, until
-from tests.support.trust import CertifiedAgent, ClusterAuthority, register, watch
+from tests.support.trust import CertifiedAgent, ClusterAuthority, ForcedFiles, register, watch
 
 pytest.importorskip("cryptography")
 
 URL = "http://127.0.0.1:1"
 NAME = "me"
-NOBODY = {
+NOT_FOR = {
     *((role, ControlCall.WATCH) for role in CertRole if role not in (CertRole.ROUTER, CertRole.OPERATOR)),
     *((role, ControlCall.DRAIN) for role in CertRole if role not in (CertRole.ROUTER, CertRole.OPERATOR)),
 }
@@ -68,8 +65,8 @@ async def test_each_caller_makes_each_call(role: CertRole, tmp_path: pathlib.Pat
             for key in found
         }
         assert found == wanted
-        assert await outcome(watch(address, tls)) == ("forbidden" if (role, ControlCall.WATCH) in NOBODY else "ok")
-        wanted_drain = "forbidden" if (role, ControlCall.DRAIN) in NOBODY else "ok"
+        assert await outcome(watch(address, tls)) == ("forbidden" if (role, ControlCall.WATCH) in NOT_FOR else "ok")
+        wanted_drain = "forbidden" if (role, ControlCall.DRAIN) in NOT_FOR else "ok"
         assert await outcome(drain(address, b"", "victim", tls=tls)) == wanted_drain
         await until(lambda: victim.session.is_draining == (wanted_drain == "ok"), "the order, or none")
         assert victim.states == [True], "nothing that another one asked for disturbed it"
@@ -104,24 +101,14 @@ async def test_certificates_of_another_cluster_or_of_none_are_no_callers(
         blue = ClusterAuthority(tmp_path / "blue", "blue")
         for name in ("ca.pem", "ca.key"):
             (blue.directory / name).write_bytes((ca.directory / name).read_bytes())
-        stranger = blue.followed(CertRole.ROUTER, "r0")
-        named = ca.issue(CertRole.ROUTER, "r0")
-        shown = FollowedFiles(IdentityFiles(str(named.cert_file), str(named.key_file), ca.ca_file, SETTINGS))
-        disguised = blue.issue(CertRole.ROUTER, "r0")
-        shown._newest = _with(shown, disguised)
+        foreign = blue.followed(CertRole.ROUTER, "r0")
         with pytest.raises(AuthenticationError, match="no coordinator of this cluster"):
-            await watch(cluster.address, stranger)
+            await watch(cluster.address, foreign)
+        # A hostile caller shows its certificate to a coordinator of any name.
         with pytest.raises(AuthenticationError, match="the certificate is of cluster blue, not default"):
-            await watch(cluster.address, shown)
-
-
-def _with(shown: FollowedFiles, issued: authority.Issued):  # type: ignore[no-untyped-def]
-    """What a hostile client does: it shows any certificate to a coordinator of any name."""
-    import dataclasses
-
-    newest = dataclasses.replace(shown.newest, cert=issued.cert_file.read_bytes(), key=issued.key_file.read_bytes())
-    shown._seen = shown.files.contents()
-    return newest
+            await watch(
+                cluster.address, ForcedFiles(foreign.files, identity=ca.followed(CertRole.ROUTER, "r0").newest.identity)
+            )
 
 
 async def test_a_key_goes_to_its_two_ends(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:
@@ -152,9 +139,18 @@ def test_docs_show_the_table() -> None:
         assert said == {str(part) for part in SERVES.get(role, frozenset()) | JOINS.get(role, frozenset())}
 
 
+def test_docs_name_tests_that_exist() -> None:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    threats = (root / "docs" / "security.md").read_text().partition("## Threats")[2]
+    known = "".join(path.read_text() for path in (root / "tests" / "trust").glob("*.py"))
+    named = re.findall(r"`(test_\w+)`", threats)
+    assert len(named) > 5
+    assert not [name for name in named if f"def {name}(" not in known]
+
+
 def test_each_role_that_the_hand_written_table_lacks_is_forbidden_in_the_product_too() -> None:
     assert set(PARTS) == set(SERVES)
-    assert {(role, call) for role in CertRole for call in ControlCall if call not in CALLS[role]} >= NOBODY
+    assert {(role, call) for role in CertRole for call in ControlCall if call not in CALLS[role]} >= NOT_FOR
 
 
 def test_forbidden_is_one_code() -> None:
