@@ -76,6 +76,8 @@ class ControlPort:
     async def restart(self) -> None:
         """Close every connection, and listen again on the same port. Raises ConfigError if it was taken meanwhile."""
         await self._server.stop(0)
+        if self._files is not None:
+            self._files.forget()
         deadline_s = asyncio.get_running_loop().time() + REBIND_S
         while True:
             try:

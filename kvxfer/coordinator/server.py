@@ -159,12 +159,12 @@ async def _follow_trust(
 ) -> None:
     """End what is no longer trusted, for ever."""
     while files is not None:
-        believed = files.newest.authorities
         metrics.certificate_ends(files.newest.ends_s)
         await asyncio.sleep(TRUST_LOOK_S)
         if revoked.look():
             service.end_revoked()
-        if believed - files.look().authorities:
+        files.look()
+        if files.dropped:
             log.warning("a CA was taken away: all connections are made anew")
             service.close_for(CoordinatorUnavailableError(CAS_CHANGED))
             await asyncio.sleep(TOLD_S)

@@ -97,7 +97,7 @@ class IdentityFiles:
 
 
 class FollowedFiles:
-    """The newest files that fit together. From any thread."""
+    """The newest files that fit together, and are of the same identity as the first ones. From any thread."""
 
     def __init__(self, files: IdentityFiles) -> None:
         """Raises ConfigError for files that are wrong now; files that are wrong later change nothing."""
@@ -106,6 +106,7 @@ class FollowedFiles:
         self._seen: tuple[bytes, bytes, bytes] | str = ""
         self._newest = files.load()
         self._seen = self._newest.cert, self._newest.key, self._newest.ca
+        self._believed = self._newest.authorities
 
     @property
     def newest(self) -> Keyed:
@@ -123,11 +124,26 @@ class FollowedFiles:
                 return self._newest
             self._seen = contents
             try:
-                self._newest = self.files.load()
+                found = self.files.load()
+                if found.identity != self._newest.identity:
+                    raise ConfigError(f"{self.files.cert_file} is of {found.identity}, not of {self._newest.identity}")
+                self._newest = found
+                self._believed |= found.authorities
                 log.info("certificate and CAs were read again", extra={"paths": self._paths()})
             except ConfigError as error:
                 log.warning("certificate and CAs are not taken, the last ones stay: %s", error)
             return self._newest
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """Fingerprints of CAs that were believed at some time since :meth:`forget`, and are not now."""
+        with self._lock:
+            return self._believed - self._newest.authorities
+
+    def forget(self) -> None:
+        """No connection is left from before now."""
+        with self._lock:
+            self._believed = self._newest.authorities
 
     def _paths(self) -> str:
         return ", ".join(path for path in (self.files.cert_file, self.files.key_file, self.files.ca_file) if path)

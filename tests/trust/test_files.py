@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_named(tmp_path: pathlib.Path, is_server: bool) -> 
 
 
 def test_changed_files_are_taken_once_they_fit(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    files, fresh = make(tmp_path / "a"), make(tmp_path / "b", "p1")
+    files, fresh = make(tmp_path / "a"), make(tmp_path / "b")
     followed = FollowedFiles(files)
     first = followed.newest
     assert followed.look() is first
@@ -78,7 +78,19 @@ def test_changed_files_are_taken_once_they_fit(tmp_path: pathlib.Path, caplog: p
             followed.look()
             followed.look()
             assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == min(at + 1, 2)
-    assert str(followed.newest.identity) == "kvxfer://default/prefill/p1"
-    assert followed.newest.authorities.isdisjoint(first.authorities)
+    second = followed.newest
+    assert second.authorities.isdisjoint(first.authorities)
+    assert followed.dropped == first.authorities
+    followed.forget()
+    assert not followed.dropped
     os.unlink(files.ca_file)
-    assert str(followed.look().identity) == "kvxfer://default/prefill/p1"
+    assert followed.look() is second
+
+
+def test_a_certificate_of_another_name_is_not_taken(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    files, other = make(tmp_path / "a"), make(tmp_path / "b", "p1")
+    followed = FollowedFiles(files)
+    for name in ("ca_file", "key_file", "cert_file"):
+        os.replace(getattr(other, name), getattr(files, name))
+    assert str(followed.look().identity) == "kvxfer://default/prefill/p0"
+    assert "is of kvxfer://default/prefill/p1, not of kvxfer://default/prefill/p0" in caplog.text
