@@ -63,9 +63,12 @@ CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.enable_retries", 0),
 )
 
-NO_COORDINATOR = ("Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+NO_COORDINATOR = (
+    *("Hostname Verification Check failed", "is not in peer certificate"),
+    *("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER"),
+)
 HUNG_UP = "Socket closed"
-"""What gRPC says where a handshake failed."""
+"""What gRPC says where a handshake failed; the second text is that of its oldest version that we take."""
 
 _BY_STATUS: dict[grpc.StatusCode, Callable[[str], PeerError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,

@@ -27,6 +27,33 @@ def test_the_stable_code_wins_over_the_status() -> None:
     assert "unknown error code 'new'" in str(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", "new"))
 
 
+@pytest.mark.parametrize(
+    ("details", "kind", "words"),
+    [
+        ("x: Hostname Verification Check failed.", errors.AuthenticationError, "no coordinator of this cluster"),
+        ("Peer name c is not in peer certificate", errors.AuthenticationError, "no coordinator of this cluster"),
+        ("OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: x", errors.AuthenticationError, "no coordinator of this cluster"),
+        ("OPENSSL_internal:WRONG_VERSION_NUMBER: x", errors.AuthenticationError, "no coordinator of this cluster"),
+        ("Socket closed", errors.CoordinatorUnavailableError, "without a certificate that it believes"),
+        ("Connection refused", errors.CoordinatorUnavailableError, "unavailable: Connection refused"),
+    ],
+)
+def test_a_handshake_that_failed_says_why(details: str, kind: type[errors.KvxferError], words: str) -> None:
+    error = error_from_status("h:1", grpc.StatusCode.UNAVAILABLE, details, None)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_a_refused_certificate_is_no_wrong_token() -> None:
+    error = error_from_status(
+        "h:1", grpc.StatusCode.UNAUTHENTICATED, "the certificate of x is revoked", "unauthenticated"
+    )
+    assert isinstance(error, errors.AuthenticationError)
+    assert "token" not in str(error)
+    error = error_from_status("h:1", grpc.StatusCode.PERMISSION_DENIED, "x may not watch", "forbidden")
+    assert type(error) is errors.ForbiddenError
+
+
 def test_any_exception_has_an_error() -> None:
     named = errors.RefusedError("no")
     assert error_from_exception("h:1", named) is named
