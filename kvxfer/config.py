@@ -56,6 +56,17 @@ def check_coordinator_files(ca_file: str, cert_file: str, key_file: str) -> None
         raise ConfigError("coordinator_key_file needs coordinator_cert_file")
 
 
+def addresses(value: str) -> tuple[str, ...]:
+    """The addresses in ``host:port,host:port``; repeated ones count once."""
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+
+
+def check_addresses(name: str, value: str) -> None:
+    """Raise ConfigError unless ``value`` is ``host:port``, or several with commas between them."""
+    for address in addresses(value):
+        check_address(name, address)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``: a loopback address (an IPv6 one also in brackets), or
     ``localhost``. Any other name counts as reachable from elsewhere.

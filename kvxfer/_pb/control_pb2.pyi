@@ -202,7 +202,7 @@ class AgentMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., update_pools: _Optional[_Union[UpdatePools, _Mapping]] = ..., deregister: _Optional[_Union[Deregister, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining")
+    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining", "sessions")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class Register(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     info: WorkerInfo
     address: DataAddress
@@ -217,7 +218,8 @@ class Register(_message.Message):
     incarnation: Incarnation
     load: Load
     is_draining: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ...) -> None: ...
+    sessions: int
+    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "is_draining")
@@ -286,3 +288,13 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StoredMember(_message.Message):
+    __slots__ = ("owner", "sessions", "member")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    sessions: int
+    member: Member
+    def __init__(self, owner: _Optional[str] = ..., sessions: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...

@@ -26,7 +26,14 @@ from pathlib import Path
 from kvxfer import __version__, places
 from kvxfer.cli.console import size, table
 from kvxfer.cli.flags import print_json_line
-from kvxfer.config import LANES_VARIABLE, check_address, check_coordinator_files, check_positive, operator_lanes
+from kvxfer.config import (
+    LANES_VARIABLE,
+    addresses,
+    check_addresses,
+    check_coordinator_files,
+    check_positive,
+    operator_lanes,
+)
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.types import Lane
 
@@ -68,13 +75,14 @@ def run(args: argparse.Namespace) -> int:
     """
     check_positive("timeout_s", args.timeout_s, maximum=86400)
     if args.coordinator:
-        check_address("coordinator", args.coordinator)
+        check_addresses("coordinator", args.coordinator)
     if args.pid is not None:
         check_positive("pid", args.pid, maximum=PID_MAX)
     asked = [] if args.pid is None else [process(args.pid)]
     findings = [*lanes(), *asked, *files(), *host(), *versions()]
     if args.coordinator:
-        findings.append(asyncio.run(_coordinator(args)))
+        for address in addresses(args.coordinator):
+            findings.append(asyncio.run(_coordinator(address, args)))
     if args.json:
         print_json_line({"kvxfer": __version__, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
@@ -317,13 +325,13 @@ def versions() -> list[Finding]:
     return found
 
 
-async def _coordinator(args: argparse.Namespace) -> Finding:
+async def _coordinator(address: str, args: argparse.Namespace) -> Finding:
     from kvxfer.rpc import coordinator_tls
     from kvxfer.rpc.link import open_channel
 
     files = args.coordinator_ca_file, args.coordinator_cert_file, args.coordinator_key_file
     check_coordinator_files(*files)
-    address, channel = args.coordinator, open_channel(args.coordinator, coordinator_tls(*files))
+    channel = open_channel(address, coordinator_tls(*files))
     try:
         async with asyncio.timeout(args.timeout_s):
             await channel.channel_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import socket
@@ -29,6 +30,7 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
+        self.store_failure = ""
         self._members = prometheus_client.Gauge(
             "kvxfer_coordinator_members",
             "Members by state.",
@@ -46,6 +48,14 @@ class CoordinatorMetrics:
         )
         self._watchers = prometheus_client.Gauge(
             "kvxfer_coordinator_watchers", "Open membership watches.", registry=self.registry
+        )
+        self._store_available = prometheus_client.Gauge(
+            "kvxfer_coordinator_store_available",
+            "1 while the store can be read and written; 0: no new incarnations, running work goes on.",
+            registry=self.registry,
+        )
+        self._store_unwritten = prometheus_client.Gauge(
+            "kvxfer_coordinator_store_unwritten", "Members whose record the store lacks.", registry=self.registry
         )
         self._registrations = prometheus_client.Counter(
             "kvxfer_coordinator_registrations",
@@ -89,6 +99,12 @@ class CoordinatorMetrics:
         self._revision.set(statistics.revision)
         self._settled.set(statistics.is_settled)
         self._watchers.set(watchers)
+
+    def observe_store(self, failure: str, unwritten: int) -> None:
+        """Show the store as it is now: why it cannot be had, or empty."""
+        self.store_failure = failure
+        self._store_available.set(not failure)
+        self._store_unwritten.set(unwritten)
 
     def registered(self, outcome: str) -> None:
         """Count one registration."""
@@ -164,12 +180,27 @@ class _Server(ThreadingMixIn, WSGIServer):
         log.debug("a metrics connection from %s failed", client_address, exc_info=True)
 
 
+def _routes(metrics: CoordinatorMetrics) -> Any:
+    """``/live`` and ``/ready``; every other path has the metrics."""
+    exposition = prometheus_client.make_wsgi_app(metrics.registry)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ.get("PATH_INFO") not in ("/live", "/ready"):
+            return exposition(environ, start_response)
+        failure = metrics.store_failure if environ["PATH_INFO"] == "/ready" else ""
+        body = {"status": "no new incarnations", "reason": failure} if failure else {"status": "ok"}
+        start_response("503 Service Unavailable" if failure else "200 OK", [("content-type", "application/json")])
+        return [json.dumps(body).encode()]
+
+    return answer
+
+
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
 class MetricsServer:
-    """``/metrics`` over HTTP from a thread of its own, until :meth:`close`."""
+    """``/metrics``, ``/live`` and ``/ready`` over HTTP from a thread of its own, until :meth:`close`."""
 
     def __init__(self, metrics: CoordinatorMetrics, host: str, port: int) -> None:
         """Raises ConfigError if the port cannot be had."""
@@ -179,7 +210,7 @@ class MetricsServer:
             self._server = kind((host, port), _Handler)
         except OSError as error:
             raise ConfigError(f"metrics cannot listen on {host}:{port}: {error.strerror}") from None
-        self._server.set_app(prometheus_client.make_wsgi_app(metrics.registry))
+        self._server.set_app(_routes(metrics))
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvxfer-metrics", daemon=True)
         self._thread.start()

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.config import CoordinatorConfig, check_positive, is_loopback
+from kvxfer.config import CoordinatorConfig, check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 
 DEFAULTS = CoordinatorConfig()
+
+
+def check_store(name: str, value: str) -> None:
+    """Raise ConfigError unless ``value`` names a store."""
+    kind, _, rest = value.partition(":")
+    if value == "memory" or (kind == "sqlite" and rest):
+        return
+    if kind != "etcd" or not rest:
+        raise ConfigError(f"{name} must be memory, sqlite:PATH or etcd:HOST:PORT,..., not {value!r:.100}")
+    for endpoint in rest.split(","):
+        check_address(f"{name}, after etcd:,", endpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +49,13 @@ class CoordinatorOptions:
     insecure: bool = dataclasses.field(default=False, metadata={"help": "listen beyond loopback without TLS"})
     metrics_port: int | None = dataclasses.field(
         default=None, metadata={"help": "serve Prometheus metrics over HTTP on this port; 0: any free one"}
+    )
+    store: str = dataclasses.field(
+        default="memory",
+        metadata={
+            "help": "what outlives this process: memory (nothing), sqlite:PATH (durable, one coordinator), or "
+            "etcd:HOST:PORT,HOST:PORT (several coordinators)"
+        },
     )
     heartbeat_s: float = dataclasses.field(
         default=DEFAULTS.heartbeat_s, metadata={"help": "seconds between two heartbeats of an agent"}
@@ -82,6 +100,7 @@ class CoordinatorOptions:
                 "network in the clear; give tls_cert_file and tls_client_ca_file (`kvxfer certs` makes them), or pass "
                 "--insecure on a network that you trust"
             )
+        check_store("store", self.store)
         HostList("allow_http_host", self.allow_http_host)
         _ = self.config
 

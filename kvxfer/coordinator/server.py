@@ -19,11 +19,12 @@ from kvxfer.clock import NS_PER_S, Clock, SystemClock
 from kvxfer.coordinator.gate import Gate
 from kvxfer.coordinator.health import Health
 from kvxfer.coordinator.hosts import RegisteredHosts
+from kvxfer.coordinator.keeper import StoreKeeper
 from kvxfer.coordinator.listening import ControlPort
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.service import CoordinatorService
-from kvxfer.coordinator.store import MemoryStore, Store
+from kvxfer.coordinator.store import Store, make_store
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.observe import hide
 from kvxfer.protocol.directory import Directory
@@ -44,6 +45,8 @@ TRUST_LOOK_S = 1.0
 TOLD_S = 0.2
 """How long streams get to hear why they end."""
 CAS_CHANGED = "the coordinator believes other CAs now: connect again"
+LEASE_BEYOND_S = 2.0
+"""How much longer than an agent's patience with its coordinator the store's lease on that coordinator lasts."""
 
 
 async def serve(
@@ -57,7 +60,7 @@ async def serve(
     """Run until ``stop`` is set, then end gracefully: agents are told, and come back to the next coordinator.
 
     ``on_ready`` gets what the process prints when it listens. Raises ConfigError if the port cannot be had or the token
-    cannot be read. ``store`` defaults to a MemoryStore on the wall clock.
+    cannot be read, or the store can never be used as it is. ``store`` defaults to what the options name.
     """
     token = load_or_create_token(options.token_file or default_token_path())
     hide(token)
@@ -67,10 +70,13 @@ async def serve(
     files = _tls_files(options)
     revoked = RevokedList(options.revoked_file)
     gate = Gate(files.newest.identity.cluster if files is not None else "", revoked, metrics)
+    directory = make_directory(options, clock.now_ns(), first_revision=started_us)
+    store = store or make_store(options.store, started_us, lease_s=options.dead_after_s + LEASE_BEYOND_S)
+    keeper = StoreKeeper(directory, store, clock)
     service = CoordinatorService(
         options.config,
-        make_directory(options, clock.now_ns(), first_revision=started_us),
-        store or MemoryStore(started_us),
+        directory,
+        keeper,
         session_root(token),
         clock,
         metrics,
@@ -96,6 +102,7 @@ async def serve(
     try:
         if options.metrics_port is not None:
             exposition = MetricsServer(metrics, options.host, options.metrics_port)
+        await keeper.start()
         await control_port.start()
         health.set_serving(True)
         on_ready(
@@ -118,6 +125,7 @@ async def serve(
         health.set_serving(False)
         service.stop()
         await control_port.stop(options.stop_grace_s)
+        await keeper.close()
         if exposition is not None:
             await asyncio.to_thread(exposition.close)
 

@@ -26,8 +26,8 @@ from kvxfer.clock import Clock
 from kvxfer.config import CoordinatorConfig
 from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
+from kvxfer.coordinator.keeper import StoreKeeper
 from kvxfer.coordinator.metrics import CoordinatorMetrics
-from kvxfer.coordinator.store import Store
 from kvxfer.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
@@ -96,7 +96,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self,
         config: CoordinatorConfig,
         directory: Directory,
-        store: Store,
+        keeper: StoreKeeper,
         root: bytes,
         clock: Clock,
         metrics: CoordinatorMetrics,
@@ -108,7 +108,8 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """``root``: the secret under all session keys, from :func:`kvxfer.protocol.handshake.session_root`."""
         self._config = config
         self._directory = directory
-        self._store = store
+        self._keeper = keeper
+        keeper.carry_out = self._carry_out
         self._root = root
         self._clock = clock
         self._metrics = metrics
@@ -128,6 +129,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """Let time pass for the directory; call a few times per heartbeat."""
         self._carry_out(self._directory.tick(self._clock.now_ns()))
         self._metrics.observe(self._directory.statistics(), len(self._watchers))
+        self._metrics.observe_store(self._keeper.failure, self._keeper.unwritten)
 
     def stop(self) -> None:
         """Tell every stream that the coordinator stops, and take no new ones."""
@@ -209,6 +211,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             with self._gate.audited(caller, ControlCall.DRAIN, Subject(agent_id)):
                 self._check_open()
                 self._carry_out(self._directory.drain(agent_id, reason, now_ns=self._clock.now_ns()))
+                self._keeper.pass_on(agent_id)
         except KvxferError as error:
             await abort(context, error)
         return pb.DrainResponse()
@@ -238,18 +241,30 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             raise
         self._metrics.registered("return" if registration.is_return else "new")
         log.info("%s %s", registration.ref, "is back" if registration.is_return else "registered")
-        self._carry_out(registration.effects)
         return registration, subject
 
     async def _admit(self, hello: Hello, context: Any) -> Registration:
         self._hosts.check(hello, context.peer())
         fresh_number = None
         if hello.number:
-            await self._store.admit_number(hello.number)
+            await self._keeper.admit_number(hello.number)
         else:
-            fresh_number = await self._store.next_number()
+            fresh_number = await self._keeper.next_number()
         self._check_open()
-        return self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
+        registration = self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
+        self._carry_out(registration.effects)
+        if fresh_number is not None:
+            await self._keep(registration)
+        return registration
+
+    async def _keep(self, registration: Registration) -> None:
+        """Have the store know a new incarnation before its agent does. Raises CoordinatorUnavailableError."""
+        try:
+            await self._keeper.keep(registration.ref.agent_id)
+        except BaseException:
+            with contextlib.suppress(RefusedError):  # it moved on meanwhile
+                self._carry_out(self._directory.deregister(registration.stream, now_ns=self._clock.now_ns()))
+            raise
 
     async def _run_session(self, context: Any, registration: Registration, receiver: StreamState) -> None:
         """Both directions of a registered stream, until either ends."""
@@ -313,6 +328,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """
         heartbeat_s = self._config.heartbeat_s
         revision: int | None = None
+        await self._keeper.catch_up()
         while True:
             receiver.wake.clear()
             if receiver.close_error is not None:
@@ -347,6 +363,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     if (receiver := self._sessions.get(stream)) is not None:
                         receiver.drain_reason = reason
                         receiver.wake.set()
+        self._keeper.changed(effects)
         if self._directory.shape_revision != self._pushed_shape_revision:
             self._pushed_shape_revision = self._directory.shape_revision
             for receiver in self._sessions.values():

@@ -7,7 +7,7 @@ import os
 import secrets
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_coordinator_files, check_positive, is_loopback
+from kvxfer.config import AgentConfig, check_addresses, check_coordinator_files, check_positive, is_loopback
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.scheduler import SchedulerLimits
 from kvxfer.errors import ConfigError
@@ -38,7 +38,9 @@ class WorkerOptions(ServingLimits):
     port: int = _option(0, "HTTP port; 0 takes a free one")
     data_port: int = _option(0, "port for transfers; 0 takes a free one")
     advertise_host: str = _option("", "host that others reach this worker by, where it is not --host")
-    coordinator: str = _option("", "host:port of the coordinator; empty runs this worker alone, without transfers")
+    coordinator: str = _option(
+        "", "host:port of the coordinator, or of several with commas; empty runs this worker alone, without transfers"
+    )
     coordinator_ca_file: str = _option("", "PEM file with the CAs of the coordinator's certificate; empty: no TLS")
     coordinator_cert_file: str = _option(
         "", "PEM file with the certificate to show to the coordinator, in place of the token"
@@ -113,7 +115,7 @@ class WorkerOptions(ServingLimits):
         if self.agent_id:
             check_agent_id(self.agent_id)
         if self.coordinator:
-            check_address("coordinator", self.coordinator)
+            check_addresses("coordinator", self.coordinator)
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback: nothing is encrypted, so this needs --insecure")

@@ -33,6 +33,13 @@ receiver that is new, or too far behind for the bounded log of ended incarnation
 ended ones by difference (``protocol/mirror.py``). So each receiver hears of an ended incarnation exactly once, and a
 slow one costs no queue.
 
+Several coordinators share their members by a store. A member is then judged by the one that holds its stream, and at
+all others it is ELSEWHERE: :meth:`Directory.told` takes what its coordinator wrote. When that coordinator is dead, its
+members are ORPHANs: as they were, with ``dead_after`` of grace before silence means anything. What is told is compared
+with what is known by (number, sessions that the incarnation began), and the older one is dropped, so it does not matter
+in which order coordinators hear of each other. While the view of the others may be old (:meth:`Directory.set_current`),
+no member ends for silence, since the agent may be elsewhere, and this coordinator is not settled.
+
 An event that the table does not list for a state is a ProtocolError. The diagram in docs/control-plane.md is made
 from the table.
 """
@@ -41,139 +48,41 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import itertools
 
 from kvxfer.errors import InvalidArgumentError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol.liveness import Light, Liveness, LivenessLimits
-from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Member, PoolRecord, WorkerInfo
+from kvxfer.protocol.membership import (
+    NO_LOAD,
+    TABLE,
+    Change,
+    CloseStream,
+    DirectoryStatistics,
+    Effect,
+    Hello,
+    IncarnationEnded,
+    MemberEvent,
+    MemberState,
+    OrderDrain,
+    Registration,
+)
+from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
 
-
-class MemberState(enum.StrEnum):
-    LIVE = "live"
-    SUSPECT = "suspect"
-    ADRIFT = "adrift"
-    GONE = "gone"
-
-
-class MemberEvent(enum.StrEnum):
-    BEAT = "beat"
-    LATE = "late"
-    LOST = "lost"
-    CUT = "cut"
-    RETURNED = "returned"
-    LEFT = "left"
-    REPLACED = "replaced"
-    OUTRANKED = "outranked"
-
-
-TABLE: dict[MemberState, dict[MemberEvent, MemberState]] = {
-    MemberState.LIVE: {
-        MemberEvent.BEAT: MemberState.LIVE,
-        MemberEvent.LATE: MemberState.SUSPECT,
-        MemberEvent.LOST: MemberState.GONE,
-        MemberEvent.CUT: MemberState.ADRIFT,
-        MemberEvent.RETURNED: MemberState.LIVE,
-        MemberEvent.LEFT: MemberState.GONE,
-        MemberEvent.OUTRANKED: MemberState.GONE,
-    },
-    MemberState.SUSPECT: {
-        MemberEvent.BEAT: MemberState.LIVE,
-        MemberEvent.LATE: MemberState.SUSPECT,
-        MemberEvent.LOST: MemberState.GONE,
-        MemberEvent.CUT: MemberState.ADRIFT,
-        MemberEvent.RETURNED: MemberState.LIVE,
-        MemberEvent.LEFT: MemberState.GONE,
-        MemberEvent.REPLACED: MemberState.GONE,
-        MemberEvent.OUTRANKED: MemberState.GONE,
-    },
-    MemberState.ADRIFT: {
-        MemberEvent.LATE: MemberState.ADRIFT,
-        MemberEvent.LOST: MemberState.GONE,
-        MemberEvent.RETURNED: MemberState.LIVE,
-        MemberEvent.REPLACED: MemberState.GONE,
-        MemberEvent.OUTRANKED: MemberState.GONE,
-    },
-    MemberState.GONE: {},
-}
-
-
-NO_LOAD = Load()
-
-
-@dataclasses.dataclass(frozen=True)
-class Hello:
-    """What an agent registers. ``number`` is 0 for an incarnation that was given none yet."""
-
-    info: WorkerInfo
-    address: DataAddress
-    boot_nonce: bytes
-    number: int = 0
-    pools: tuple[PoolRecord, ...] = ()
-    load: Load = NO_LOAD
-    is_draining: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class CloseStream:
-    """Effect: this stream speaks for no agent any more; tell its peer why, and end it."""
-
-    stream: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class OrderDrain:
-    """Effect: tell the agent on this stream to take no new work."""
-
-    stream: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class IncarnationEnded:
-    """Effect: an incarnation is over; for logs and counters, since receivers learn it from
-    :meth:`Directory.change_since`."""
-
-    ref: AgentRef
-    cause: MemberEvent
-
-
-Effect = CloseStream | OrderDrain | IncarnationEnded
-
-
-@dataclasses.dataclass(frozen=True)
-class Registration:
-    """The answer to a Hello: the incarnation's full name, and the stream that speaks for it from now on."""
-
-    ref: AgentRef
-    stream: int
-    is_return: bool
-    effects: tuple[Effect, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """What one receiver lacks to stand at ``revision``.
-
-    Whole: ``members`` are all there are and ``gone`` is empty. Otherwise ``members`` are those that are new or changed,
-    and ``gone`` the incarnations that ended since; apply ``gone`` first, because an incarnation may have ended and come
-    back."""
-
-    epoch: bytes
-    revision: int
-    is_whole: bool
-    is_settled: bool
-    members: tuple[Member, ...] = ()
-    gone: tuple[AgentRef, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class DirectoryStatistics:
-    revision: int
-    is_settled: bool
-    members: dict[str, int]
-    """Members by state, and how many of them are draining."""
+__all__ = [
+    "NO_LOAD",
+    "TABLE",
+    "Change",
+    "CloseStream",
+    "Directory",
+    "DirectoryStatistics",
+    "Effect",
+    "Hello",
+    "IncarnationEnded",
+    "MemberEvent",
+    "MemberState",
+    "OrderDrain",
+    "Registration",
+]
 
 
 @dataclasses.dataclass
@@ -183,6 +92,11 @@ class _Entry:
     stream: int | None
     revision: int
     load_revision: int
+    sessions: int = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return (self.member.ref.incarnation.number, self.sessions)
 
 
 class Directory:
@@ -210,6 +124,7 @@ class Directory:
         self._revision = first_revision
         self._shape_revision = first_revision
         self._settled = False
+        self._is_current = True
         self._members_max = members_max
         self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
         """By agent id, least recently changed first."""
@@ -231,8 +146,8 @@ class Directory:
 
     @property
     def is_settled(self) -> bool:
-        """Whether absence means something: ``dead_after`` has passed since the start."""
-        return self._settled
+        """Whether absence means something: ``dead_after`` has passed since the start, and the view is current."""
+        return self._settled and self._is_current
 
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
         """Admit an incarnation, or the same incarnation again. ``fresh_number`` is what an incarnation without a number
@@ -254,7 +169,7 @@ class Directory:
             raise OverloadedError(f"the coordinator keeps at most members_max={self._members_max} members")
         ref = AgentRef(agent_id, Incarnation(number, hello.boot_nonce))
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
-        entry = _Entry(member, MemberState.LIVE, None, 0, 0)
+        entry = _Entry(member, MemberState.LIVE, None, 0, 0, hello.sessions)
         self._entries[agent_id] = entry
         return Registration(ref, self._open_stream(entry, now_ns), is_return=hello.number != 0, effects=tuple(effects))
 
@@ -313,14 +228,90 @@ class Directory:
             self._settled = True
             self._shape_revision = self._revision = self._revision + 1
         for agent_id, entry in list(self._entries.items()):
+            if entry.state is MemberState.ELSEWHERE:
+                continue
             match self._liveness.light(agent_id, now_ns):
                 case Light.YELLOW:
                     self._step(entry, MemberEvent.LATE)
                 case Light.RED:
-                    effects += self._end(entry, MemberEvent.LOST)
+                    if self._is_current:
+                        effects += self._end(entry, MemberEvent.LOST)
+                    else:
+                        self._step(entry, MemberEvent.LATE)
                 case Light.GREEN:
                     pass
         return tuple(effects)
+
+    def set_current(self, is_current: bool, *, now_ns: int) -> None:
+        """Say whether what :meth:`told` gave is all that other coordinators wrote. Silence counts anew once it is."""
+        self._liveness.observe(now_ns)
+        if is_current == self._is_current:
+            return
+        self._is_current = is_current
+        self._shape_revision = self._revision = self._revision + 1
+        if is_current:
+            for agent_id, entry in self._entries.items():
+                if entry.state is not MemberState.ELSEWHERE:
+                    self._liveness.beat(agent_id, now_ns)
+
+    def told(self, member: Member, sessions: int, *, is_judged: bool, now_ns: int) -> tuple[Effect, ...]:
+        """What another coordinator wrote of a member. ``is_judged``: that coordinator is there, and holds its stream.
+
+        Does nothing where this coordinator knows something newer. ``members_max`` bounds the own members only.
+        """
+        agent_id = member.ref.agent_id
+        entry = self._entries.get(agent_id)
+        effects: list[Effect] = []
+        if entry is not None:
+            is_own = entry.state not in (MemberState.ELSEWHERE, MemberState.ORPHAN)
+            version = (member.ref.incarnation.number, sessions)
+            if is_own and version == entry.version and member.is_draining and not entry.member.is_draining:
+                return self.drain(agent_id, "ordered through another coordinator", now_ns=now_ns)
+            is_live_there = is_judged and not member.is_suspect
+            if version == entry.version and entry.state is MemberState.ADRIFT and is_live_there:
+                is_own = False  # we kept it for a coordinator that seemed dead, and that has its stream
+            if version < entry.version or (is_own and version == entry.version):
+                return ()
+            if member.ref != entry.member.ref:
+                effects = self._end(entry, MemberEvent.OUTRANKED)
+                entry = None
+        if entry is None:
+            entry = self._entries[agent_id] = _Entry(member, MemberState.ELSEWHERE, None, 0, 0)
+            self._touch(entry)
+        if entry.stream is not None:
+            effects.append(CloseStream(entry.stream, "a newer stream at another coordinator speaks for this agent"))
+            del self._speakers[entry.stream]
+            entry.stream = None
+        entry.sessions = sessions
+        if is_judged or entry.state is not MemberState.ORPHAN:
+            self._liveness.forget(agent_id)
+            self._step(entry, MemberEvent.MOVED)
+        self._replace(entry, **{**_fields(member), "load": entry.member.load})
+        return (*effects, *(() if is_judged else self.orphan(agent_id, now_ns=now_ns)))
+
+    def orphan(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
+        """The coordinator that judged a member is dead, or says nothing of it any more: the member's grace begins."""
+        entry = self._entries.get(agent_id)
+        if entry is not None and entry.state is MemberState.ELSEWHERE:
+            self._step(entry, MemberEvent.ORPHANED)
+            self._liveness.beat(agent_id, now_ns)
+        return ()
+
+    def ended(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
+        """Another coordinator removed a member. Means nothing for one whose stream is here."""
+        self._liveness.observe(now_ns)
+        entry = self._entries.get(agent_id)
+        if entry is None or MemberEvent.ENDED not in TABLE[entry.state]:
+            return ()
+        return tuple(self._end(entry, MemberEvent.ENDED))
+
+    def known(self, agent_id: str) -> tuple[Member, int, bool] | None:
+        """A member, the sessions it began, and whether this coordinator judges it by a stream that it has or had."""
+        entry = self._entries.get(agent_id)
+        if entry is None:
+            return None
+        is_own = entry.state not in (MemberState.ELSEWHERE, MemberState.ORPHAN)
+        return entry.member, entry.sessions, is_own
 
     def change_since(self, revision: int | None, *, with_load: bool = False) -> Change:
         """What a receiver at ``revision`` of this epoch lacks; ``None`` is a new receiver. Only ``with_load`` is a new
@@ -328,7 +319,7 @@ class Directory:
         """
         if revision is None or revision < self._gone_since:
             members = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
-            return Change(self._epoch, self._revision, True, self._settled, tuple(members))
+            return Change(self._epoch, self._revision, True, self.is_settled, tuple(members))
         newest_first = reversed(self._entries.values())
         changed = [entry.member for entry in itertools.takewhile(lambda entry: entry.revision > revision, newest_first)]
         if with_load:
@@ -340,7 +331,7 @@ class Directory:
             self._epoch,
             self._revision,
             False,
-            self._settled,
+            self.is_settled,
             tuple(sorted(changed, key=lambda member: member.ref)),
             gone,
         )
@@ -350,7 +341,7 @@ class Directory:
         for entry in self._entries.values():
             counts[entry.state.value] += 1
         counts["draining"] = sum(entry.member.is_draining for entry in self._entries.values())
-        return DirectoryStatistics(self._revision, self._settled, counts)
+        return DirectoryStatistics(self._revision, self.is_settled, counts)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.statistics().members.items())
@@ -364,10 +355,13 @@ class Directory:
             raise RefusedError(
                 f"agent {ref.agent_id!r} was given the number {ref.incarnation.number}, not {hello.number}"
             )
+        if 0 < hello.sessions < entry.sessions:
+            raise RefusedError(f"agent {ref.agent_id!r} has begun another session since this one")
         effects: list[Effect] = []
         if entry.stream is not None:
             del self._speakers[entry.stream]
             effects.append(CloseStream(entry.stream, "a newer stream speaks for this agent"))
+        entry.sessions = max(hello.sessions, entry.sessions + (0 if hello.sessions else 1))
         self._step(
             entry,
             MemberEvent.RETURNED,
@@ -388,7 +382,8 @@ class Directory:
             )
         if hello.number:
             return self._end(current, MemberEvent.OUTRANKED)
-        if MemberEvent.REPLACED not in TABLE[current.state]:
+        is_live_elsewhere = current.state is MemberState.ELSEWHERE and not current.member.is_suspect
+        if MemberEvent.REPLACED not in TABLE[current.state] or is_live_elsewhere:
             raise RefusedError(
                 f"agent id {ref.agent_id!r} is in use by the live agent {ref} at {current.member.address.tcp_host}:"
                 f"{current.member.address.tcp_port}; give every worker its own id"
@@ -413,7 +408,9 @@ class Directory:
 
     def _step(self, entry: _Entry, event: MemberEvent, **changes: object) -> None:
         entry.state = _next_state(entry.state, event)
-        self._replace(entry, is_suspect=entry.state in (MemberState.SUSPECT, MemberState.ADRIFT), **changes)
+        if entry.state not in (MemberState.ELSEWHERE, MemberState.ORPHAN):
+            changes["is_suspect"] = entry.state in (MemberState.SUSPECT, MemberState.ADRIFT)
+        self._replace(entry, **changes)
 
     def _replace(self, entry: _Entry, **changes: object) -> None:
         """Change the member; a revision only where receivers can see a difference beyond the load."""
@@ -436,11 +433,16 @@ class Directory:
         if len(self._gone) == self._gone.maxlen:
             self._gone_since = self._gone[0][0]
         self._gone.append((self._revision, ref))
-        effects: list[Effect] = [IncarnationEnded(ref, event)]
+        effects: list[Effect] = [IncarnationEnded(ref, event, entry.sessions)]
         if entry.stream is not None:
             del self._speakers[entry.stream]
             effects.append(CloseStream(entry.stream, f"this incarnation of the agent ended: {event.value}"))
         return effects
+
+
+def _fields(member: Member) -> dict[str, object]:
+    """What one coordinator tells another of a member, by field."""
+    return {name: getattr(member, name) for name in ("info", "address", "pools", "is_suspect", "is_draining")}
 
 
 def _next_state(state: MemberState, event: MemberEvent) -> MemberState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvxfer.config import check_address, check_coordinator_files, check_positive, is_loopback
+from kvxfer.config import check_addresses, check_coordinator_files, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.cors import Cors
@@ -31,7 +31,9 @@ class RouterOptions(ServingLimits):
     host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs TLS, or --insecure")
     port: int = _option(0, "port to listen on; 0 takes a free one")
     workers: int = _option(1, "processes that serve requests; each takes connections from the same socket")
-    coordinator: str = _option("", "host:port of the coordinator that names the workers; empty: none is asked")
+    coordinator: str = _option(
+        "", "host:port of the coordinator (or of several, with commas) that names the workers; empty: none is asked"
+    )
     prefill: tuple[str, ...] = _option((), "URL of a prefill worker; may be repeated")
     decode: tuple[str, ...] = _option((), "URL of a decode worker; may be repeated")
     engine: tuple[str, ...] = _option((), "URL of an engine that serves whole requests; may be repeated")
@@ -122,7 +124,7 @@ class RouterOptions(ServingLimits):
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         check_positive("workers", self.workers, maximum=PROCESSES_MAX)
         if self.coordinator:
-            check_address("coordinator", self.coordinator)
+            check_addresses("coordinator", self.coordinator)
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if self.local_prefill not in LOCAL_PREFILL:
             raise ConfigError(f"local_prefill must be one of {', '.join(LOCAL_PREFILL)}, not {self.local_prefill!r}")

@@ -37,6 +37,7 @@ from kvxfer.rpc.link import (
     tell,
     until_renewed,
 )
+from kvxfer.rpc.targets import Targets
 from kvxfer.trust.files import FollowedFiles
 from kvxfer.types import AgentRef, DataAddress, Load, Membership, PoolRecord, WorkerInfo
 
@@ -64,12 +65,14 @@ class CoordinatorSession:
         source: random.Random | None = None,
         tls: FollowedFiles | None = None,
     ) -> None:
-        """``target`` is ``host:port``. With ``tls`` the certificate says who the agent is, and ``token`` may be empty.
+        """``target`` is ``host:port``, or several with commas between: any serves, and the next is tried on a loss. With
+        ``tls`` the certificate says who the agent is, and ``token`` may be empty.
 
         ``source`` jitters the waits between attempts. Raises InvalidArgumentError for anything that the wire cannot
         carry.
         """
-        self._target = target
+        source = source or random.Random()
+        self._targets = Targets(target, source)
         self._metadata = credentials(token)
         self._tls = tls
         self._hello = Hello(info, address, boot_nonce, pools=tuple(pools))
@@ -77,7 +80,7 @@ class CoordinatorSession:
         self._on_membership = on_membership
         self._on_state = on_state
         self._on_drain = on_drain
-        self._backoff = ReconnectBackoff(source or random.Random())
+        self._backoff = ReconnectBackoff(source)
         self._mirror = Mirror()
         self._load = Load()
         self._is_draining = False
@@ -106,7 +109,7 @@ class CoordinatorSession:
                 return await asyncio.shield(self._registered)
         except TimeoutError:
             await self._stop()
-            cause = self._last_error or CoordinatorUnavailableError(f"coordinator {self._target} did not answer")
+            cause = self._last_error or CoordinatorUnavailableError(f"coordinator {self._targets.now} did not answer")
             raise CoordinatorUnavailableError(f"{cause} (tried for {timeout_s:g} s)") from None
         except BaseException:
             await self._stop()
@@ -180,7 +183,7 @@ class CoordinatorSession:
 
     def __repr__(self) -> str:
         state = "connected" if self._is_connected else f"disconnected ({self._last_error})"
-        return f"<CoordinatorSession {self._ref or self._hello.info.agent_id} at {self._target}, {state}>"
+        return f"<CoordinatorSession {self._ref or self._hello.info.agent_id} at {self._targets.now}, {state}>"
 
     async def _stop(self) -> None:
         self._leaving = True
@@ -193,15 +196,16 @@ class CoordinatorSession:
         while not self._leaving:
             self._attempts += 1
             try:
-                async with open_channel(self._target, self._tls) as channel:
+                async with open_channel(self._targets.now, self._tls) as channel:
                     await until_renewed(self._tls, self._converse(channel))
             except Exception as error:
-                self._failed(error_from_exception(self._target, error))
+                self._failed(error_from_exception(self._targets.now, error))
                 if self._registered is not None and self._registered.done() and self._ref is None:
                     return
             finally:
                 self._connected(False)
                 self._mirror.reset_parts()
+            self._targets.lost()
             if not self._leaving:
                 await asyncio.sleep(self._backoff.next_s())
 
@@ -240,6 +244,7 @@ class CoordinatorSession:
             self._hello.pools,
             self._load,
             self._is_draining,
+            self._attempts,
         )
         self._pools_changed = False
         async with asyncio.timeout(CONNECT_S):
@@ -247,19 +252,21 @@ class CoordinatorSession:
                 await call.write(pb.AgentMessage(register=convert.write_hello(hello)))
             message = await call.read()
         if message is EOF:
-            await raise_status(self._target, call)
+            await raise_status(self._targets.now, call)
         if message.WhichOneof("kind") != "welcome":
-            raise ProtocolError(f"coordinator {self._target} answered {message.WhichOneof('kind')!r} to a registration")
+            raise ProtocolError(
+                f"coordinator {self._targets.now} answered {message.WhichOneof('kind')!r} to a registration"
+            )
         ref = convert.read_ref(message.welcome.ref)
         if (ref.agent_id, ref.incarnation.boot_nonce) != (
             self._hello.info.agent_id,
             self._hello.boot_nonce,
         ) or self._ref not in (None, ref):
             raise ProtocolError(
-                f"coordinator {self._target} calls this agent {ref}, not {self._ref or self._hello.info.agent_id}"
+                f"coordinator {self._targets.now} calls this agent {ref}, not {self._ref or self._hello.info.agent_id}"
             )
         if not (0 < message.welcome.heartbeat_ms <= 3_600_000 and 0 < message.welcome.dead_after_ms <= 3_600_000):
-            raise ProtocolError(f"coordinator {self._target} asks for impossible heartbeats")
+            raise ProtocolError(f"coordinator {self._targets.now} asks for impossible heartbeats")
         self._ref = ref
         self._last_error = None
         self._backoff.reset()
@@ -293,7 +300,7 @@ class CoordinatorSession:
             if message is EOF:
                 if self._leaving:
                     return
-                await raise_status(self._target, call)
+                await raise_status(self._targets.now, call)
             match message.WhichOneof("kind"):
                 case "membership":
                     membership = self._mirror.apply(
@@ -305,6 +312,6 @@ class CoordinatorSession:
                     self._is_draining = True
                     tell(self._on_drain, message.drain.reason[:REASON_BYTES_MAX])
                 case "stopping":
-                    raise CoordinatorUnavailableError(f"coordinator {self._target} is stopping")
+                    raise CoordinatorUnavailableError(f"coordinator {self._targets.now} is stopping")
                 case kind:
-                    raise ProtocolError(f"coordinator {self._target} sent {kind!r} inside a session")
+                    raise ProtocolError(f"coordinator {self._targets.now} sent {kind!r} inside a session")

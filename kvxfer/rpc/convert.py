@@ -297,6 +297,7 @@ def read_hello(message: pb.Register) -> Hello:
         read_pools(message.pools),
         read_load(message.load),
         message.is_draining,
+        _count("sessions", message.sessions),
     )
 
 
@@ -327,6 +328,7 @@ def write_hello(value: Hello) -> pb.Register:
             load=write_load(value.load),
             is_draining=value.is_draining,
             incarnation=pb.Incarnation(number=value.number, boot_nonce=value.boot_nonce),
+            sessions=value.sessions,
         )
 
     return _checked(build, read_hello)

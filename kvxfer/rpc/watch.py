@@ -27,6 +27,7 @@ from kvxfer.rpc.link import (
     tell,
     until_renewed,
 )
+from kvxfer.rpc.targets import Targets
 from kvxfer.trust.files import FollowedFiles
 from kvxfer.types import Membership
 
@@ -53,14 +54,18 @@ class MembershipWatch:
         source: random.Random | None = None,
         tls: FollowedFiles | None = None,
     ) -> None:
-        """``target`` is ``host:port``. With ``tls`` the token may be empty. The callbacks run on the loop that started
-        the watch."""
-        self._target = target
+        """``target`` is ``host:port``, or several with commas between: any serves, and the next is tried on a loss.
+        With ``tls`` the token may be empty.
+
+        The callbacks run on the loop that started the watch.
+        """
+        source = source or random.Random()
+        self._targets = Targets(target, source)
         self._metadata = credentials(token)
         self._tls = tls
         self._on_membership = on_membership
         self._on_state = on_state
-        self._backoff = ReconnectBackoff(source or random.Random())
+        self._backoff = ReconnectBackoff(source)
         self._mirror = Mirror()
         self._task: asyncio.Task[None] | None = None
         self._is_connected = False
@@ -136,21 +141,22 @@ class MembershipWatch:
 
     def __repr__(self) -> str:
         state = "connected" if self._is_connected else f"disconnected ({self._last_error})"
-        return f"<MembershipWatch of {self._target}, {state}, revision {self.membership.revision}>"
+        return f"<MembershipWatch of {self._targets}, {state}, revision {self.membership.revision}>"
 
     async def _run(self) -> None:
         while True:
             try:
-                async with open_channel(self._target, self._tls) as channel:
+                async with open_channel(self._targets.now, self._tls) as channel:
                     await until_renewed(self._tls, self._follow(channel))
             except Exception as error:
-                failure = error_from_exception(self._target, error)
+                failure = error_from_exception(self._targets.now, error)
                 if str(failure) != str(self._last_error):
                     log.warning("membership watch: %s", failure)
                 self._last_error = failure
             finally:
                 self._connected(False)
                 self._mirror.reset_parts()
+            self._targets.lost()
             await asyncio.sleep(self._backoff.next_s())
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
@@ -163,7 +169,7 @@ class MembershipWatch:
                 async with asyncio.timeout(silence_s):
                     update = await call.read()
                 if update is EOF:
-                    await raise_status(self._target, call)
+                    await raise_status(self._targets.now, call)
                 membership = self._mirror.apply(convert.read_change(update), is_last=update.is_last)
                 silence_s = min(max(SILENCE_FACTOR * update.next_within_ms / 1e3, 1.0), SILENCE_MAX_S)
                 if membership is not None:
@@ -229,11 +235,19 @@ async def drain(
     timeout_s: float = CONNECT_S,
     tls: FollowedFiles | None = None,
 ) -> None:
-    """Order an agent to take no new work. Raises RefusedError if there is no such member, and ForbiddenError."""
-    async with open_channel(target, tls) as channel:
-        stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
-        request = pb.DrainRequest(agent_id=agent_id, reason=reason)
-        try:
-            await stub.Drain(request, metadata=credentials(token), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_exception(target, error) from None
+    """Order an agent to take no new work; asks each of several coordinators until one answers. Raises RefusedError if
+    there is no such member, and ForbiddenError.
+    """
+    targets = Targets(target)
+    request = pb.DrainRequest(agent_id=agent_id, reason=reason)
+    for left in reversed(range(len(targets))):
+        async with open_channel(targets.now, tls) as channel:
+            stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.Drain(request, metadata=credentials(token), timeout=timeout_s)
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_exception(targets.now, error)
+                if left == 0 or not isinstance(failure, CoordinatorUnavailableError):
+                    raise failure from None
+        targets.lost()

@@ -47,8 +47,15 @@ def test_registration_gives_a_number_and_a_stream(directory: Directory) -> None:
     change = directory.change_since(None)
     assert change.is_whole
     assert [member.ref for member in change.members] == [registration.ref]
-    assert directory.statistics().members == {"live": 1, "suspect": 0, "adrift": 0, "draining": 0}
-    assert repr(directory) == "<Directory revision 1: 1 live, 0 suspect, 0 adrift, 0 draining>"
+    assert directory.statistics().members == {
+        "live": 1,
+        "suspect": 0,
+        "adrift": 0,
+        "elsewhere": 0,
+        "orphan": 0,
+        "draining": 0,
+    }
+    assert repr(directory) == "<Directory revision 1: 1 live, 0 suspect, 0 adrift, 0 elsewhere, 0 orphan, 0 draining>"
 
 
 def test_a_lost_answer_gives_the_same_number_again(directory: Directory) -> None:

@@ -57,12 +57,13 @@ class Recorder:
         nonce: int = 1,
         pools: tuple[PoolRecord, ...] = (),
         token: bytes | None = None,
+        target: str = "",
     ):
         self.gone: list[AgentRef] = []
         self.states: list[bool] = []
         self.drains: list[str] = []
         self.session = CoordinatorSession(
-            cluster.address,
+            target or cluster.address,
             cluster.token if token is None else token,
             bytes([nonce]) * 16,
             WorkerInfo(agent_id, Role.BOTH, "m", f"http://127.0.0.1:{nonce}"),

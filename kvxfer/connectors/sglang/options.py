@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_positive, checksum_mode
+from kvxfer.config import AgentConfig, check_addresses, check_positive, checksum_mode
 from kvxfer.errors import ConfigError
 from kvxfer.types import ChecksumMode, Lane
 
@@ -35,7 +35,8 @@ class Options:
     insecure: bool = False
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     coordinator: str = ""
-    """``host:port`` of the coordinator, through which engines find each other; empty: by agent metadata over SGLang's
+    """``host:port`` of the coordinator, or of several with commas between, through which
+    engines find each other; empty: by agent metadata over SGLang's
     own bootstrap."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
@@ -56,7 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.coordinator:
-            _named("coordinator", check_address, self.coordinator)
+            _named("coordinator", check_addresses, self.coordinator)
         for name in SECONDS:
             value = getattr(self, name)
             _named(name, lambda shown, value=value: check_positive(shown, value, maximum=86400.0))

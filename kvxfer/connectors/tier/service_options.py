@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.config import AgentConfig, check_address, check_copy_threads, check_positive, is_loopback
+from kvxfer.config import AgentConfig, check_addresses, check_copy_threads, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.types import ChecksumMode, Exposure, Lane, check_agent_id
 
@@ -25,7 +25,10 @@ class TierServiceOptions:
     )
     agent_id: str = dataclasses.field(default="tier-0", metadata=_help("name of this process's agent"))
     coordinator: str = dataclasses.field(
-        default="", metadata=_help("host:port of the coordinator; empty: engines ask this process's HTTP port")
+        default="",
+        metadata=_help(
+            "host:port of the coordinator, or of several with commas; empty: engines ask this process's HTTP port"
+        ),
     )
     token_file: str = dataclasses.field(
         default="",
@@ -69,7 +72,7 @@ class TierServiceOptions:
         check_positive("deadline_s", self.deadline_s, maximum=600.0)
         check_copy_threads("copy_threads", self.copy_threads)
         if self.coordinator:
-            check_address("coordinator", self.coordinator)
+            check_addresses("coordinator", self.coordinator)
         if self.unit_bytes < UNIT_BYTES_MIN or self.unit_bytes % UNIT_BYTES_MIN:
             raise ConfigError(f"unit_bytes must be a multiple of {UNIT_BYTES_MIN}, not {self.unit_bytes}")
         if self.capacity_bytes < self.unit_bytes:

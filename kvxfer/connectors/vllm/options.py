@@ -9,7 +9,7 @@ from typing import Any
 
 from kvxfer.config import (
     AgentConfig,
-    check_address,
+    check_addresses,
     check_coordinator_files,
     check_copy_threads,
     check_positive,
@@ -45,7 +45,8 @@ class ConnectorOptions:
     agent_id: str
     """Of rank 0; the others add their rank."""
     coordinator: str
-    """``host:port`` of the coordinator, through which engines find each other; empty with ``discovery``."""
+    """``host:port`` of the coordinator, or of several with commas between, through which
+    engines find each other; empty with ``discovery``."""
     discovery: bool = False
     """Without a coordinator: answers carry this engine's signed agent metadata, and requests that of the sources."""
     token_file: str = ""
@@ -104,7 +105,7 @@ class ConnectorOptions:
         if bool(self.coordinator) == self.discovery:
             raise ConfigError("kv_connector_extra_config needs either coordinator: host:port, or discovery: true")
         if self.coordinator:
-            check_address("coordinator", self.coordinator)
+            check_addresses("coordinator", self.coordinator)
         elif self.http_url:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)

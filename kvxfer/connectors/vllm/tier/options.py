@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_coordinator_files, check_positive
+from kvxfer.config import AgentConfig, check_addresses, check_coordinator_files, check_positive
 from kvxfer.connectors.tier.file_store import THREADS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, check_agent_id
@@ -30,7 +30,7 @@ class TierOptions:
     service: str = ""
     """Of ``pool``: the agent of the ``kvxfer tier`` process."""
     coordinator: str = ""
-    """Of ``pool``: ``host:port`` of the coordinator; or"""
+    """Of ``pool``: ``host:port`` of the coordinator, or of several with commas between; or"""
     service_url: str = ""
     """the address of the service's HTTP port, where its signed agent metadata is."""
     token_file: str = ""
@@ -66,7 +66,7 @@ class TierOptions:
         else:
             raise ConfigError(f"store must be 'file' or 'pool', not {self.store!r:.100}")
         if self.coordinator:
-            check_address("coordinator", self.coordinator)
+            check_addresses("coordinator", self.coordinator)
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
         if self.coordinator_cert_file and not self.agent_id:
             raise ConfigError("coordinator_cert_file needs agent_id: the certificate's name, or that name with '.tier'")

@@ -1,0 +1,19 @@
+"""What outlives a coordinator process, behind one seam: in memory, in a file, or in etcd."""
+
+from __future__ import annotations
+
+import pathlib
+
+from kvxfer.coordinator.store.base import AHEAD_MAX, MemberRecord, Store, StoreChange
+from kvxfer.coordinator.store.memory import MemoryStore
+from kvxfer.coordinator.store.sqlite import SqliteStore
+
+__all__ = ["AHEAD_MAX", "MemberRecord", "MemoryStore", "SqliteStore", "Store", "StoreChange", "make_store"]
+
+
+def make_store(text: str, wall_clock_us: int, *, lease_s: float) -> Store:
+    """The store that the option names. ``lease_s``: how long a silent coordinator of a shared store counts as alive."""
+    kind, _, rest = text.partition(":")
+    if kind == "sqlite":
+        return SqliteStore(pathlib.Path(rest).expanduser(), wall_clock_us)
+    return MemoryStore(wall_clock_us)
