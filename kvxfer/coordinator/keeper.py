@@ -144,6 +144,8 @@ class StoreKeeper:
             self._wake.clear()
             try:
                 await self._write_round()
+                if self._failure:
+                    await self._store.check()
                 retry_s = RETRY_FIRST_S
                 self._recovered()
                 await asyncio.sleep(WRITE_GAP_S)
@@ -183,7 +185,11 @@ class StoreKeeper:
     def _take(self, change: StoreChange) -> None:
         now_ns = self._clock.now_ns()
         effects: list[Effect] = []
-        self._alive = change.owners
+        came, self._alive = change.owners - self._alive, change.owners | {self.owner}
+        for agent_id in [agent_id for agent_id, owner in self._owners.items() if owner in came]:
+            known = self._directory.known(agent_id)
+            if known is not None:
+                effects += self._directory.told(known[0], known[1], is_judged=True, now_ns=now_ns)
         for record in change.records:
             effects += self._take_record(record, now_ns)
         for agent_id in change.removed:
@@ -198,13 +204,19 @@ class StoreKeeper:
         self.carry_out(tuple(effects))
 
     def _take_record(self, record: MemberRecord, now_ns: int) -> tuple[Effect, ...]:
+        if record.owner == self.owner and self._directory.known(record.agent_id) is None:
+            # A write of ours that an etcd node took in late, when the member had ended.
+            self._to_remove[record.agent_id] = (record.member.ref, record.sessions)
+            self._wake.set()
+            return ()
         effects = self._directory.told(
             record.member, record.sessions, is_judged=record.owner in self._alive, now_ns=now_ns
         )
         known = self._directory.known(record.agent_id)
         if known is not None and known[2]:
             self._owners.pop(record.agent_id, None)
-            if record.owner != self.owner or (record.member.ref, record.sessions) != (known[0].ref, known[1]):
+            is_older = record.version < (known[0].ref.incarnation.number, known[1])
+            if is_older or (record.owner != self.owner and not known[0].is_suspect):
                 self._rewrite_own(record.agent_id)
         elif known is not None and known[0].ref == record.member.ref:
             self._owners[record.agent_id] = record.owner
@@ -238,6 +250,7 @@ class StoreKeeper:
         if not self._failure:
             log.warning("fail static, running work goes on: %s", error)
         self._failure = str(error)
+        self._wake.set()
 
     def _recovered(self) -> None:
         if self._failure:

@@ -7,8 +7,9 @@ import dataclasses
 import pathlib
 from collections.abc import AsyncIterator, Callable
 
-from kvxfer.coordinator.store import MemberRecord, MemoryStore, SqliteStore, Store
+from kvxfer.coordinator.store import EtcdStore, MemberRecord, MemoryStore, SqliteStore, Store
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Role, WorkerInfo
+from tests.support.etcd import EtcdNodes
 
 CLOCK_US = 1_000_000
 NONCE = bytes([5]) * 16
@@ -36,6 +37,10 @@ class StoreKind:
             yield store
         finally:
             await store.close()
+
+
+def etcd_kind(nodes: EtcdNodes) -> StoreKind:
+    return StoreKind("etcd", lambda: EtcdStore(tuple(nodes.endpoints.split(",")), CLOCK_US, lease_s=2), is_durable=True)
 
 
 def memory_kind() -> StoreKind:

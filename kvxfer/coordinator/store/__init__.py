@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pathlib
 
+from kvxfer.config import addresses
 from kvxfer.coordinator.store.base import AHEAD_MAX, MemberRecord, Store, StoreChange
+from kvxfer.coordinator.store.etcd import EtcdStore
 from kvxfer.coordinator.store.memory import MemoryStore
 from kvxfer.coordinator.store.sqlite import SqliteStore
 
-__all__ = ["AHEAD_MAX", "MemberRecord", "MemoryStore", "SqliteStore", "Store", "StoreChange", "make_store"]
+__all__ = ["AHEAD_MAX", "EtcdStore", "MemberRecord", "MemoryStore", "SqliteStore", "Store", "StoreChange", "make_store"]
 
 
 def make_store(text: str, wall_clock_us: int, *, lease_s: float) -> Store:
@@ -16,4 +18,6 @@ def make_store(text: str, wall_clock_us: int, *, lease_s: float) -> Store:
     kind, _, rest = text.partition(":")
     if kind == "sqlite":
         return SqliteStore(pathlib.Path(rest).expanduser(), wall_clock_us)
+    if kind == "etcd":
+        return EtcdStore(addresses(rest), wall_clock_us, lease_s=lease_s)
     return MemoryStore(wall_clock_us)

@@ -122,6 +122,10 @@ class Store(Protocol):
         where no other coordinator writes."""
         ...
 
+    async def check(self) -> None:
+        """Return if the store can be read and written now. Raises CoordinatorUnavailableError."""
+        ...
+
     async def catch_up(self) -> None:
         """Return once the watcher was given everything that was written before this call. Raises
         CoordinatorUnavailableError where that cannot be had in time; the watch then begins anew."""

@@ -52,6 +52,9 @@ class MemoryStore:
         await asyncio.Event().wait()
         yield StoreChange(False, frozenset())
 
+    async def check(self) -> None:
+        pass
+
     async def catch_up(self) -> None:
         pass
 

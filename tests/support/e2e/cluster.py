@@ -82,8 +82,8 @@ class Cluster:
         """Workers that run and are not paused."""
         return [n for n in self._children if self._flags[n][0] == "worker" and n not in self._paused]
 
-    async def coordinator(self, **flags: Any) -> Child:
-        return await self._start("coordinator", "coordinator", {"port": 0, **flags})
+    async def coordinator(self, name: str = "coordinator", **flags: Any) -> Child:
+        return await self._start(name, "coordinator", {"port": 0, **flags})
 
     async def worker(self, name: str, role: str, **flags: Any) -> Child:
         values = {"role": role, "model": str(self.model), "agent_id": name, "threads": 1, "coordinator": self.address}

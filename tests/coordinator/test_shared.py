@@ -1,0 +1,118 @@
+"""Two coordinators on one etcd: agents at one, watchers at the other; one ends, its agents come to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvxfer.errors import RefusedError
+from kvxfer.rpc import MembershipWatch, drain
+from tests.support.coordinator import PATIENCE_S, Cluster, Recorder, pool, running, until
+from tests.support.e2e.cluster import until as eventually
+from tests.support.etcd import EtcdNodes, etcd_nodes, needs_etcd
+from tests.support.stores import etcd_kind
+
+pytestmark = needs_etcd
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdNodes]:
+    with etcd_nodes(tmp_path_factory.mktemp("etcd"), 3) as started:
+        yield started
+
+
+@pytest.fixture
+async def pair(nodes: EtcdNodes, tmp_path: pathlib.Path) -> AsyncIterator[tuple[Cluster, Cluster]]:
+    await asyncio.to_thread(nodes.empty)
+    store = {"store": f"etcd:{nodes.endpoints}"}
+    async with running(tmp_path, **store) as one, running(tmp_path, **store) as two:
+        yield one, two
+
+
+@contextlib.asynccontextmanager
+async def watching(cluster: Cluster) -> AsyncIterator[MembershipWatch]:
+    async with MembershipWatch(cluster.address, cluster.token) as watch:
+        await watch.wait_connected()
+        yield watch
+
+
+def refs(watch: MembershipWatch) -> set[object]:
+    return {member.ref for member in watch.membership.members}
+
+
+def keys(agent: Recorder) -> dict[str, bytes]:
+    return {name: member.session_key for name, member in agent.members.items()}
+
+
+async def test_agents_and_watchers_of_two_coordinators_see_each_other(pair: tuple[Cluster, Cluster]) -> None:
+    one, two = pair
+    first, second = one.agent("a"), two.agent("b", nonce=2)
+    ref_a, ref_b = await first.session.start(), await second.session.start()
+    assert ref_a.incarnation.number != ref_b.incarnation.number
+    async with watching(one) as at_one, watching(two) as at_two:
+        await until(lambda: refs(at_one) == refs(at_two) == {ref_a, ref_b}, "both to be known at both")
+        await until(lambda: "b" in first.members and "a" in second.members, "the agents to know each other")
+        assert keys(first)["b"] == keys(second)["a"] != b""
+        first.session.set_pools([pool()])
+        await until(lambda: [m.pools for m in at_two.membership.members if m.pools], "the pools at the other one")
+        await drain(two.address, two.token, "a")
+        await until(lambda: first.drains, "the drain ordered at the other coordinator")
+        with pytest.raises(RefusedError, match="in use by the live agent"):
+            await two.agent("a", nonce=3).session.start()
+        await first.session.close()
+        await until(lambda: refs(at_two) == {ref_b}, "a to have left")
+    await until(lambda: second.gone == [ref_a], "b to hear that a is gone")
+
+
+async def test_a_coordinator_ends_and_its_agents_keep_their_incarnations(pair: tuple[Cluster, Cluster]) -> None:
+    one, two = pair
+    agent = one.agent("a", target=f"{one.address},{two.address}")
+    stays = two.agent("b", nonce=2)
+    ref, _ = await agent.session.start(), await stays.session.start()
+    for cluster, other in ((one, two), (two, one), (one, two)):
+        async with watching(other) as watch:
+            await until(lambda watch=watch: ref in refs(watch), "the agent")
+            heard: list[object] = []
+            watch._on_membership = lambda view, heard=heard: heard.extend(view.gone)
+            await cluster.stop()
+            await until(lambda: agent.session.is_connected, "the agent to be at the other one")
+            await until(lambda watch=watch: ref in {m.ref for m in watch.membership.members if not m.is_suspect}, "it")
+            assert heard == []
+            assert agent.session.ref == ref
+            await cluster.start()
+    assert ref not in stays.gone
+
+
+async def test_a_late_write_of_a_coordinator_that_goes_on_is_taken_back(
+    pair: tuple[Cluster, Cluster], nodes: EtcdNodes
+) -> None:
+    agent = pair[0].agent("a")
+    ref = await agent.session.start()
+    async with etcd_kind(nodes).opened("z") as store, watching(pair[1]) as watch:
+        (real,) = await store.load()
+        await agent.session.close()
+        await until(lambda: not refs(watch), "a to have left")
+        await store.put(real)
+
+        async def is_gone() -> bool:
+            return await store.load() == ()
+
+        await eventually(is_gone, "the record to be taken back", within_s=PATIENCE_S)
+        await until(lambda: ref not in refs(watch), "a to stay gone")
+
+
+async def test_an_agent_that_dies_with_its_coordinator_ends(pair: tuple[Cluster, Cluster]) -> None:
+    one, two = pair
+    dies, stays = one.agent("a"), two.agent("b", nonce=2)
+    ref, _ = await dies.session.start(), await stays.session.start()
+    await until(lambda: "a" in stays.members, "b to know a")
+    dies.cut()
+    await one.stop()
+    await until(lambda: stays.gone == [ref], "a to be over")
+    await one.start()
+    async with watching(one) as watch:
+        await until(lambda: {m.ref.agent_id for m in watch.membership.members} == {"b"}, "a to be gone for good")

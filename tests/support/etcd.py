@@ -1,0 +1,112 @@
+"""Real etcd nodes on free loopback ports. Ends them all; needs Debian's ``etcd-server`` (the binary ``etcd``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+BINARY = shutil.which("etcd") or ""
+needs_etcd = pytest.mark.skipif(not BINARY, reason="the binary etcd is not here: apt-get install etcd-server")
+HEALTHY_S = 60.0
+
+
+class EtcdNodes:
+    """One etcd of ``count`` nodes. A node keeps its ports and its folder when it is started again."""
+
+    def __init__(self, folder: pathlib.Path, count: int) -> None:
+        self._folder = folder
+        ports = free_ports(2 * count)
+        self.clients, self._peers = ports[:count], ports[count:]
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def endpoints(self) -> str:
+        """As ``--store etcd:`` takes them."""
+        return ",".join(f"127.0.0.1:{port}" for port in self.clients)
+
+    def start(self, node: int) -> None:
+        peers = ",".join(f"n{number}=http://127.0.0.1:{port}" for number, port in enumerate(self._peers))
+        client, peer = (f"http://127.0.0.1:{ports[node]}" for ports in (self.clients, self._peers))
+        flags = {
+            "name": f"n{node}",
+            "data-dir": str(self._folder / f"n{node}"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": peers,
+            "initial-cluster-state": "new",
+            "logger": "zap",
+            "log-level": "error",
+            "unsafe-no-fsync": "true",
+        }
+        known = subprocess.run([BINARY, "--help"], capture_output=True, text=True, check=False)
+        words = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" in known.stdout + known.stderr]
+        log = (self._folder / f"n{node}.log").open("ab")
+        with log:
+            self._nodes[node] = subprocess.Popen([BINARY, *words], stdout=log, stderr=log)
+
+    def signal(self, node: int, number: int) -> None:
+        self._nodes[node].send_signal(number)
+
+    def kill(self, node: int) -> None:
+        """kill -9."""
+        process = self._nodes.pop(node)
+        process.kill()
+        process.wait()
+
+    def healthy(self, *nodes: int) -> None:
+        """Wait until these nodes, or all, say that they belong to a majority with a leader."""
+        deadline_s = time.monotonic() + HEALTHY_S
+        for node in nodes or range(len(self.clients)):
+            while not self._is_healthy(node):
+                assert time.monotonic() < deadline_s, f"etcd node {node} is not healthy within {HEALTHY_S:g} s"
+                time.sleep(0.05)
+
+    def empty(self) -> None:
+        """Forget all keys."""
+        every_key = {"key": "AA==", "range_end": "AA=="}
+        url = f"http://127.0.0.1:{self.clients[0]}/v3/kv/deleterange"
+        request = urllib.request.Request(url, json.dumps(every_key).encode())
+        urllib.request.urlopen(request, timeout=10.0).close()
+
+    def _is_healthy(self, node: int) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.clients[node]}/health", timeout=2.0) as answer:
+                return bool(json.load(answer)["health"] == "true")
+        except (OSError, ValueError):
+            return False
+
+    def stop(self) -> None:
+        for node in list(self._nodes):
+            self.signal(node, signal.SIGCONT)
+            self.kill(node)
+
+
+@contextlib.contextmanager
+def etcd_nodes(folder: pathlib.Path, count: int) -> Iterator[EtcdNodes]:
+    nodes = EtcdNodes(folder, count)
+    try:
+        for node in range(count):
+            nodes.start(node)
+        nodes.healthy()
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in held]
