@@ -3,14 +3,19 @@ incarnation, and the membership is whole again soon after."""
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from kvxfer.rpc import MembershipWatch, load_token
+from kvxfer.errors import CoordinatorUnavailableError
+from kvxfer.rpc import CoordinatorSession, MembershipWatch, list_members, load_token
+from kvxfer.types import AgentRef, DataAddress, Role, WorkerInfo
+from tests.support.e2e.client import connected
 from tests.support.e2e.cluster import Cluster, together, until
 from tests.support.e2e.load import Load
 from tests.support.etcd import EtcdNodes, etcd_nodes, needs_etcd
@@ -36,7 +41,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """``p1``, ``d1`` and the router know both coordinators."""
     async with Cluster(tmp_path_factory.mktemp("several"), str(tiny_model)) as started:
-        store = {"store": f"etcd:{nodes.endpoints}", "metrics_port": 0}
+        store: dict[str, Any] = {"store": f"etcd:{nodes.endpoints}", "metrics_port": 0}
         await started.coordinator(**store)
         await started.coordinator("second", **store)
         both = {"coordinator": f"{started.address},{started['second'].address}"}
@@ -130,3 +135,76 @@ async def test_an_etcd_node_is_lost_under_load(cluster: Cluster, nodes: EtcdNode
     print(f"{fault} etcd {node}: {load.done} answers, whole after {took_s:.2f} s")
     assert load.failed == []
     assert await incarnations(cluster) == before
+
+
+async def test_without_a_majority_all_running_work_goes_on(cluster: Cluster, nodes: EtcdNodes) -> None:
+    await whole(cluster, MOVED_S)
+    before = await incarnations(cluster)
+    members_before = (await list_members(cluster.address, load_token(cluster.token_file))).members
+    both = f"{cluster.address},{cluster['second'].address}"
+    async with Load(cluster.url("router")) as load:
+        for node in (0, 2):
+            nodes.kill(node)
+
+        async def is_said() -> bool:
+            answers = [await asked(cluster, name) for name in ("coordinator", "second")]
+            return all(status == 503 and "does not answer" in text for status, text in answers)
+
+        await until(is_said, "both coordinators to say that they have no store", within_s=30.0)
+        metrics = await asked(cluster, "second", "/metrics")
+        assert "kvxfer_coordinator_store_available 0.0" in metrics[1]
+        assert (await asked(cluster, "second", "/live"))[0] == 200
+        with pytest.raises(CoordinatorUnavailableError, match="no new incarnations now"):
+            await fresh(cluster, both)
+        await load.some(30)
+        await cluster.kill("coordinator")  # its agents and the router go to the other one, which cannot ask the store
+        await load.some(30)
+        await until_connected(cluster)
+        assert await incarnations(cluster) == before
+        for node in (0, 2):
+            nodes.start(node)
+        await cluster.restart("coordinator")
+        took_s = await whole(cluster, WHOLE_S * BUSY)
+        await load.some(3)
+    print(f"no majority: {load.done} answers, {load.remote} remote, whole after {took_s:.2f} s")
+    assert load.failed == []
+    assert await incarnations(cluster) == before
+
+    async def is_ready() -> bool:
+        return (await asked(cluster, "second"))[0] == 200
+
+    began_s = time.monotonic()
+    await until(is_ready, "the store to be had again", within_s=30.0)
+    print(f"ready after {took_s + time.monotonic() - began_s:.2f} s")
+    number = (await fresh(cluster, both)).incarnation.number
+    assert number > max(member.ref.incarnation.number for member in members_before)
+
+
+async def asked(cluster: Cluster, name: str, path: str = "/ready") -> tuple[int, str]:
+    async with connected() as client:
+        answer = await client.get(f"{cluster.url(name)}{path}")
+        return answer.status_code, answer.text
+
+
+async def fresh(cluster: Cluster, coordinators: str) -> AgentRef:
+    """Register one more agent, and take it back. Raises CoordinatorUnavailableError."""
+    session = CoordinatorSession(
+        coordinators,
+        load_token(cluster.token_file),
+        secrets.token_bytes(16),
+        WorkerInfo("fresh", Role.DECODE, "other", ""),
+        DataAddress("127.0.0.1", 9, "", "host"),
+        on_membership=lambda _: None,
+    )
+    try:
+        return await session.start(8.0)
+    finally:
+        await session.close()
+
+
+async def until_connected(cluster: Cluster) -> None:
+    async def are_connected() -> bool:
+        agents = [(await cluster.statistics(name))["agent"] for name in WORKERS]
+        return all(agent["is_coordinator_connected"] for agent in agents)
+
+    await until(are_connected, "both agents to hear a coordinator", within_s=MOVED_S)
