@@ -13,13 +13,13 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from kvxfer.clock import Clock
 from kvxfer.coordinator.store.base import MemberRecord, Store, StoreChange
 from kvxfer.errors import CoordinatorUnavailableError, KvxferError
 from kvxfer.protocol.directory import Directory, Effect, IncarnationEnded, MemberEvent
-from kvxfer.types import AgentRef, Load
+from kvxfer.types import AgentRef, Load, Membership
 
 log = logging.getLogger("kvxfer.coordinator")
 
@@ -40,7 +40,10 @@ class StoreKeeper:
         self._clock = clock
         self._owners: dict[str, str] = {}
         """The coordinator that wrote the newest record of each agent id that is not ours."""
-        self._alive: frozenset[str] = frozenset()
+        self._alive: dict[str, str] = {}
+        """The coordinators that are alive, and where they are reached."""
+        self._heard: set[str] = set()
+        """The other coordinators that answer us."""
         self._revision: int | None = None
         self._to_write: set[str] = set()
         self._to_remove: dict[str, tuple[AgentRef, int]] = {}
@@ -59,9 +62,16 @@ class StoreKeeper:
         """How many members' records the store lacks."""
         return len(self._to_write) + len(self._to_remove)
 
-    async def start(self) -> None:
-        """Open the store, and know its members. Raises ConfigError for a store that can never be used as it is."""
-        await self._store.open(self.owner)
+    @property
+    def peers(self) -> dict[str, str]:
+        """The other coordinators that are alive and can be reached: their addresses by name."""
+        return {name: address for name, address in self._alive.items() if address and name != self.owner}
+
+    async def start(self, address: str) -> None:
+        """Open the store, and know its members. ``address``: where other coordinators reach this one.
+
+        Raises ConfigError for a store that can never be used as it is."""
+        await self._store.open(self.owner, address)
         if self._store.is_shared:
             self._directory.set_current(False, now_ns=self._clock.now_ns())
         else:
@@ -117,6 +127,40 @@ class StoreKeeper:
         """Have the store say what an operator ordered for a member that another coordinator holds."""
         self._to_write.add(agent_id)
         self._wake.set()
+
+    def take_view(self, owner: str, view: Membership) -> None:
+        """What a coordinator says of all members: the loads of its own ones, and all else while the store does not
+        know that it is alive."""
+        now_ns = self._clock.now_ns()
+        effects: list[Effect] = []
+        for member in view.members:
+            known = self._directory.known(member.ref.agent_id)
+            if known is None or known[0].ref != member.ref or self._owners.get(member.ref.agent_id) != owner:
+                continue
+            if owner not in self._alive:
+                effects += self._directory.told(member, known[1], is_judged=True, now_ns=now_ns)
+            self._directory.set_load(member.ref, member.load)
+        self.carry_out(tuple(effects))
+
+    def heard(self, owner: str, is_heard: bool) -> None:
+        """Whether a coordinator answers us. One that does is not dead, even where its lease is over: it is cut off
+        from the store, and goes on judging its agents."""
+        if is_heard:
+            self._heard.add(owner)
+        else:
+            self._heard.discard(owner)
+            self.carry_out(self._orphans(set(), self._clock.now_ns()))
+
+    def _orphans(self, absent: Set[str], now_ns: int) -> tuple[Effect, ...]:
+        """Begin the grace of those whose coordinator is dead, and of those that a whole view lacks."""
+        effects: list[Effect] = []
+        for agent_id, owner in self._owners.items():
+            if agent_id in absent or not self._is_there(owner):
+                effects += self._directory.orphan(agent_id, now_ns=now_ns)
+        return tuple(effects)
+
+    def _is_there(self, owner: str) -> bool:
+        return owner in self._alive or owner in self._heard
 
     def changed(self, effects: tuple[Effect, ...]) -> None:
         """The directory changed, with these effects."""
@@ -185,7 +229,8 @@ class StoreKeeper:
     def _take(self, change: StoreChange) -> None:
         now_ns = self._clock.now_ns()
         effects: list[Effect] = []
-        came, self._alive = change.owners - self._alive, change.owners | {self.owner}
+        came = set(change.owners) - set(self._alive)
+        self._alive = {**change.owners, self.owner: ""}
         for agent_id in [agent_id for agent_id, owner in self._owners.items() if owner in came]:
             known = self._directory.known(agent_id)
             if known is not None:
@@ -196,9 +241,7 @@ class StoreKeeper:
             effects += self._directory.ended(agent_id, now_ns=now_ns)
             self._rewrite_own(agent_id)
         absent = set(self._owners) - {record.agent_id for record in change.records} if change.is_whole else set()
-        for agent_id, owner in list(self._owners.items()):
-            if agent_id in absent or owner not in self._alive:
-                effects += self._directory.orphan(agent_id, now_ns=now_ns)
+        effects += self._orphans(absent, now_ns)
         if change.is_whole:
             self._whole(change)
         self.carry_out(tuple(effects))
@@ -210,7 +253,7 @@ class StoreKeeper:
             self._wake.set()
             return ()
         effects = self._directory.told(
-            record.member, record.sessions, is_judged=record.owner in self._alive, now_ns=now_ns
+            record.member, record.sessions, is_judged=self._is_there(record.owner), now_ns=now_ns
         )
         known = self._directory.known(record.agent_id)
         if known is not None and known[2]:

@@ -57,6 +57,10 @@ class CoordinatorOptions:
             "etcd:HOST:PORT,HOST:PORT (several coordinators)"
         },
     )
+    advertise_address: str = dataclasses.field(
+        default="",
+        metadata={"help": "host:port at which other coordinators reach this one, where that is not --host and --port"},
+    )
     heartbeat_s: float = dataclasses.field(
         default=DEFAULTS.heartbeat_s, metadata={"help": "seconds between two heartbeats of an agent"}
     )
@@ -101,6 +105,8 @@ class CoordinatorOptions:
                 "--insecure on a network that you trust"
             )
         check_store("store", self.store)
+        if self.advertise_address:
+            check_address("advertise_address", self.advertise_address)
         HostList("allow_http_host", self.allow_http_host)
         _ = self.config
 

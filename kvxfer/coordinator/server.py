@@ -23,6 +23,7 @@ from kvxfer.coordinator.keeper import StoreKeeper
 from kvxfer.coordinator.listening import ControlPort
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
+from kvxfer.coordinator.peers import PeerWatches
 from kvxfer.coordinator.service import CoordinatorService
 from kvxfer.coordinator.store import Store, make_store
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
@@ -84,6 +85,7 @@ async def serve(
         hosts=RegisteredHosts(options.allow_http_host),
         gate=gate,
     )
+    peers = PeerWatches(keeper, token, files)
     health = Health("kvxfer.v1.Coordinator")
 
     def add_services(server: grpc.aio.Server) -> None:
@@ -102,7 +104,7 @@ async def serve(
     try:
         if options.metrics_port is not None:
             exposition = MetricsServer(metrics, options.host, options.metrics_port)
-        await keeper.start()
+        await keeper.start(_reached_at(options, control_port.address))
         await control_port.start()
         health.set_serving(True)
         on_ready(
@@ -116,7 +118,7 @@ async def serve(
         )
         following = asyncio.create_task(_follow_trust(service, control_port, files, revoked, metrics))
         try:
-            await _run_until(stop, service, options.heartbeat_s / TICKS_PER_HEARTBEAT, following)
+            await _run_until(stop, service, peers, options.heartbeat_s / TICKS_PER_HEARTBEAT, following)
         finally:
             following.cancel()
             await asyncio.wait([following])
@@ -124,6 +126,7 @@ async def serve(
     finally:
         health.set_serving(False)
         service.stop()
+        await peers.close()
         await control_port.stop(options.stop_grace_s)
         await keeper.close()
         if exposition is not None:
@@ -158,6 +161,14 @@ def _tls_files(options: CoordinatorOptions) -> FollowedFiles | None:
     return files
 
 
+def _reached_at(options: CoordinatorOptions, bound: str) -> str:
+    """Where other coordinators reach this one; empty where only the operator could know."""
+    is_any = options.host.strip("[]") in ("0.0.0.0", "::", "")
+    if is_any and not options.advertise_address and options.store.startswith("etcd:"):
+        log.warning("other coordinators do not learn loads from this one: --advertise-address says where it is")
+    return options.advertise_address or ("" if is_any else bound)
+
+
 async def _follow_trust(
     service: CoordinatorService,
     control_port: ControlPort,
@@ -181,13 +192,18 @@ async def _follow_trust(
 
 
 async def _run_until(
-    stop: asyncio.Event, service: CoordinatorService, tick_s: float, following: asyncio.Task[None]
+    stop: asyncio.Event,
+    service: CoordinatorService,
+    peers: PeerWatches,
+    tick_s: float,
+    following: asyncio.Task[None],
 ) -> None:
     """Raises what ``following`` raises."""
     while not stop.is_set():
         if following.done():
             following.result()
         service.tick()
+        await peers.reconcile()
         try:
             async with asyncio.timeout(tick_s):
                 await stop.wait()

@@ -289,6 +289,16 @@ class Directory:
         self._replace(entry, **{**_fields(member), "load": entry.member.load})
         return (*effects, *(() if is_judged else self.orphan(agent_id, now_ns=now_ns)))
 
+    def set_load(self, ref: AgentRef, load: Load) -> None:
+        """The load of a member that another coordinator holds; means nothing for any other one."""
+        entry = self._entries.get(ref.agent_id)
+        if entry is None or entry.state is not MemberState.ELSEWHERE or entry.member.ref != ref:
+            return
+        if entry.member.load != load:
+            self._revision += 1
+            entry.load_revision = self._revision
+            entry.member = dataclasses.replace(entry.member, load=load)
+
     def orphan(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
         """The coordinator that judged a member is dead, or says nothing of it any more: the member's grace begins."""
         entry = self._entries.get(agent_id)

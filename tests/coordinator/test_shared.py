@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
+import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from kvxfer.coordinator.server import LEASE_BEYOND_S
 from kvxfer.errors import RefusedError
 from kvxfer.rpc import MembershipWatch, drain
+from kvxfer.types import Load
 from tests.support.coordinator import PATIENCE_S, Cluster, Recorder, pool, running, until
 from tests.support.e2e.cluster import until as eventually
 from tests.support.etcd import EtcdNodes, etcd_nodes, needs_etcd
@@ -68,6 +72,20 @@ async def test_agents_and_watchers_of_two_coordinators_see_each_other(pair: tupl
     await until(lambda: second.gone == [ref_a], "b to hear that a is gone")
 
 
+async def test_loads_cross(pair: tuple[Cluster, Cluster]) -> None:
+    one, two = pair
+    agent = one.agent("a")
+    await agent.session.start()
+    async with watching(two) as watch:
+        for queued in (3, 0, 5):
+            agent.session.set_load(Load(queued_requests=queued))
+            await until(lambda queued=queued: loads(watch) == {"a": queued}, "the load at the other coordinator")
+
+
+def loads(watch: MembershipWatch) -> dict[str, int]:
+    return {member.ref.agent_id: member.load.queued_requests for member in watch.membership.members}
+
+
 async def test_a_coordinator_ends_and_its_agents_keep_their_incarnations(pair: tuple[Cluster, Cluster]) -> None:
     one, two = pair
     agent = one.agent("a", target=f"{one.address},{two.address}")
@@ -103,6 +121,35 @@ async def test_a_late_write_of_a_coordinator_that_goes_on_is_taken_back(
 
         await eventually(is_gone, "the record to be taken back", within_s=PATIENCE_S)
         await until(lambda: ref not in refs(watch), "a to stay gone")
+
+
+@pytest.mark.deep
+async def test_a_coordinator_that_is_cut_off_from_the_store_only_keeps_its_agents(
+    nodes: EtcdNodes, tmp_path: pathlib.Path
+) -> None:
+    await asyncio.to_thread(nodes.empty)
+    first = nodes.endpoints.split(",")[0]
+    everything = {"store": f"etcd:{nodes.endpoints}"}
+    async with running(tmp_path, store=f"etcd:{first}") as one, running(tmp_path, **everything) as two:
+        agent, stays = one.agent("a"), two.agent("b", nonce=2)
+        ref, _ = await agent.session.start(), await stays.session.start()
+        async with watching(two) as watch:
+            await until(lambda: ref in refs(watch), "a")
+            nodes.signal(0, signal.SIGSTOP)
+            try:
+                agent.session.set_load(Load(queued_requests=7))
+                began_s = time.monotonic()
+                lease_s, grace_s = one.options.dead_after_s + LEASE_BEYOND_S, one.options.dead_after_s
+                await until(lambda: time.monotonic() > began_s + lease_s + 2 * grace_s, "lease and grace to be over")
+                assert loads(watch)["a"] == 7
+                assert not any(member.is_suspect for member in watch.membership.members)
+                agent.session.set_draining()
+                await until(lambda: any(m.is_draining for m in watch.membership.members), "what a says at the other")
+            finally:
+                nodes.signal(0, signal.SIGCONT)
+            await agent.session.close()
+            await until(lambda: ref not in refs(watch), "a to have left")
+        assert stays.gone == [ref]
 
 
 async def test_an_agent_that_dies_with_its_coordinator_ends(pair: tuple[Cluster, Cluster]) -> None:

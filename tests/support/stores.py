@@ -32,7 +32,7 @@ class StoreKind:
     @contextlib.asynccontextmanager
     async def opened(self, owner: str = "x") -> AsyncIterator[Store]:
         store = self.make()
-        await store.open(owner)
+        await store.open(owner, f"{owner}:1")
         try:
             yield store
         finally:

@@ -5,7 +5,7 @@ coordinators there are. Decides which of two records is newer; must never know h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from kvxfer._pb import control_pb2 as pb
@@ -69,10 +69,11 @@ class MemberRecord:
 @dataclasses.dataclass(frozen=True)
 class StoreChange:
     """What a watcher lacks. Whole: ``records`` are all there are. Otherwise ``records`` are new or changed, and
-    ``removed`` the agent ids whose record was taken away. ``owners``: all coordinators that are alive now."""
+    ``removed`` the agent ids whose record was taken away. ``owners``: all coordinators that are alive now, by name,
+    with the address at which the others reach each; empty where they do not."""
 
     is_whole: bool
-    owners: frozenset[str]
+    owners: Mapping[str, str]
     records: tuple[MemberRecord, ...] = ()
     removed: tuple[str, ...] = ()
 
@@ -87,8 +88,10 @@ class Store(Protocol):
     is_shared: bool
     """Whether other coordinators read and write it too."""
 
-    async def open(self, owner: str) -> None:
-        """Begin, as the coordinator of that name. Raises ConfigError for a store that can never be used as it is."""
+    async def open(self, owner: str, address: str) -> None:
+        """Begin, as the coordinator of that name, which the others reach at ``address``.
+
+        Raises ConfigError for a store that can never be used as it is."""
         ...
 
     async def close(self) -> None:

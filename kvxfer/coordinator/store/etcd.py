@@ -50,7 +50,7 @@ class EtcdStore:
         """The counter as it was last seen in etcd, and in which revision it was written."""
         self._lease_s = math.ceil(lease_s)
         self._lease = 0
-        self._owner = ""
+        self._owner = self._address = ""
         self._known: dict[bytes, tuple[int, Version]] = {}
         """By key: the revision that wrote it last, as far as is known here, and the record's version."""
         self._seen = 0
@@ -62,10 +62,10 @@ class EtcdStore:
         self._asked = self._caught = 0
         self._pulse: asyncio.Task[None] | None = None
 
-    async def open(self, owner: str) -> None:
+    async def open(self, owner: str, address: str) -> None:
         """Raises ConfigError where aetcd cannot be loaded. An etcd that does not answer is waited for meanwhile."""
         self._link.open()
-        self._owner = owner
+        self._owner, self._address = owner, address
         with contextlib.suppress(CoordinatorUnavailableError):
             await self._renew()
         self._pulse = asyncio.create_task(self._beat(), name="kvxfer etcd pulse")
@@ -137,7 +137,7 @@ class EtcdStore:
         self._broken.clear()
         answer = await self._range(PREFIX)
         found = {kv.key: kv.value for kv in answer.kvs}
-        owners = {key[len(OWNERS) :].decode(errors="replace") for key in found if key.startswith(OWNERS)}
+        owners = {_text(key[len(OWNERS) :]): _text(raw) for key, raw in found.items() if key.startswith(OWNERS)}
         self._known.clear()
         records = self._readable({key: raw for key, raw in found.items() if key.startswith(AGENTS)})
         versions = {AGENTS + record.agent_id.encode(): record.version for record in records}
@@ -145,20 +145,22 @@ class EtcdStore:
             if kv.key in versions:
                 self._know(kv.key, kv.mod_revision, versions[kv.key])
         self._see(answer.header.revision)
-        yield StoreChange(True, frozenset(owners), tuple(records))
+        yield StoreChange(True, dict(owners), tuple(records))
         async for response in self._responses(answer.header.revision + 1):
             yield self._change_in(response, owners)
 
     def __repr__(self) -> str:
         return repr(self._link)
 
-    def _change_in(self, response: Any, owners: set[str]) -> StoreChange:
+    def _change_in(self, response: Any, owners: dict[str, str]) -> StoreChange:
         """What one answer of the watch says; keeps ``owners`` and the known revisions up to date."""
         raws: dict[bytes, bytes | None] = {}
         for event in response.events:
             key, is_gone = event.kv.key, event.type == event.DELETE
             if key.startswith(OWNERS):
-                (owners.discard if is_gone else owners.add)(key[len(OWNERS) :].decode(errors="replace"))
+                owners.pop(_text(key[len(OWNERS) :]), None)
+                if not is_gone:
+                    owners[_text(key[len(OWNERS) :])] = _text(event.kv.value)
             elif key.startswith(AGENTS):
                 raws[key] = None if is_gone else event.kv.value
                 if is_gone and self._known.get(key, (0,))[0] < event.kv.mod_revision:
@@ -168,9 +170,9 @@ class EtcdStore:
         for record in records:
             key = AGENTS + record.agent_id.encode()
             self._know(key, revisions[key], record.version)
-        removed = tuple(key[len(AGENTS) :].decode(errors="replace") for key, raw in raws.items() if raw is None)
+        removed = tuple(_text(key[len(AGENTS) :]) for key, raw in raws.items() if raw is None)
         self._see(max(revisions.values()))  # the header's may be of events that are still on their way
-        return StoreChange(False, frozenset(owners), tuple(records), removed)
+        return StoreChange(False, dict(owners), tuple(records), removed)
 
     async def _responses(self, revision: int) -> AsyncIterator[Any]:
         """The answers of a watch from ``revision`` on; ends where etcd has compacted what comes next. Raises
@@ -216,7 +218,8 @@ class EtcdStore:
         if self._lease:
             log.warning("the store %s took this coordinator for dead; it is there again", self)
         answer = await self._link.ask("LeaseStub", "LeaseGrant", rpc().LeaseGrantRequest(TTL=self._lease_s))
-        await self._link.ask("KVStub", "Put", rpc().PutRequest(key=OWNERS + self._owner.encode(), lease=answer.ID))
+        key, value = OWNERS + self._owner.encode(), self._address.encode()
+        await self._link.ask("KVStub", "Put", rpc().PutRequest(key=key, value=value, lease=answer.ID))
         self._lease = answer.ID
 
     async def _reach_newest(self) -> None:
@@ -282,7 +285,7 @@ class EtcdStore:
             return (0, 0)
 
     def _readable(self, raws: dict[bytes, bytes]) -> list[MemberRecord]:
-        records, wrong = readable({key[len(AGENTS) :].decode(errors="replace"): raw for key, raw in raws.items()})
+        records, wrong = readable({_text(key[len(AGENTS) :]): raw for key, raw in raws.items()})
         for agent_id, error in wrong:
             log.error("the store %s: member %r is left out: %s", self, agent_id, error)
         return records
@@ -299,6 +302,10 @@ class EtcdStore:
         """End the watch: it is not believed any more."""
         self._break_reason = reason
         self._broken.set()
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
 
 
 def end_of(prefix: bytes) -> bytes:

@@ -23,7 +23,7 @@ class MemoryStore:
         self._numbers = NumberLine(wall_clock_us)
         self._records: dict[str, MemberRecord] = {}
 
-    async def open(self, owner: str) -> None:
+    async def open(self, owner: str, address: str) -> None:
         pass
 
     async def close(self) -> None:
@@ -50,7 +50,7 @@ class MemoryStore:
 
     async def watch(self) -> AsyncIterator[StoreChange]:
         await asyncio.Event().wait()
-        yield StoreChange(False, frozenset())
+        yield StoreChange(False, {})
 
     async def check(self) -> None:
         pass

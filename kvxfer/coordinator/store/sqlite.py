@@ -47,7 +47,7 @@ class SqliteStore:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-store")
         self._connection: sqlite3.Connection | None = None
 
-    async def open(self, owner: str) -> None:
+    async def open(self, owner: str, address: str) -> None:
         """Raises ConfigError: the file cannot be opened, is none of ours, is damaged, or has another coordinator."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
@@ -131,7 +131,7 @@ class SqliteStore:
 
     async def watch(self) -> AsyncIterator[StoreChange]:
         await asyncio.Event().wait()
-        yield StoreChange(False, frozenset())
+        yield StoreChange(False, {})
 
     async def check(self) -> None:
         await self._run(lambda connection: connection.execute("UPDATE numbers SET last = last"))

@@ -64,7 +64,7 @@ async def test_a_removal_does_not_take_what_is_newer(kind: StoreKind) -> None:
 
 async def test_closing_twice_and_asking_again(kind: StoreKind) -> None:
     store = kind.make()
-    await store.open("x")
+    await store.open("x", "x:1")
     await store.catch_up()
     await store.close()
     await store.close()

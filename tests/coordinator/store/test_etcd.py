@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
@@ -25,7 +25,7 @@ class Seen:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.members: dict[str, str] = {}
-        self.owners: frozenset[str] = frozenset()
+        self.owners: Mapping[str, str] = {}
         self.wholes = 0
         self.failures: list[str] = []
 
@@ -71,7 +71,7 @@ async def test_two_coordinators_see_each_other(etcd: StoreKind) -> None:
         await one.put(record(owner="x"))
         await two.catch_up()
         assert seen.members == {"a": "x"}
-        assert seen.owners == {"x", "y"}
+        assert seen.owners == {"x": "x:1", "y": "y:1"}
         await two.put(record(sessions=2, owner="y"))
         await one.put(record(sessions=1, owner="x"))
         await one.remove(record().member.ref, 1)
@@ -82,7 +82,7 @@ async def test_two_coordinators_see_each_other(etcd: StoreKind) -> None:
             CLOCK_US + 3,
         }
         await one.close()
-        await until(lambda: seen.owners == {"y"}, "x to have left")
+        await until(lambda: seen.owners == {"y": "y:1"}, "x to have left")
         await two.remove(record().member.ref, 2)
         await until(lambda: seen.members == {}, "the removal")
 
@@ -93,9 +93,9 @@ async def test_a_coordinator_that_is_silent_is_dead_and_may_come_back(etcd: Stor
         assert one._pulse is not None
         await until(lambda: "x" in seen.owners, "x")
         one._pulse.cancel()
-        await until(lambda: seen.owners == {"y"}, "x to be dead")
+        await until(lambda: seen.owners == {"y": "y:1"}, "x to be dead")
         await one._renew()
-        await until(lambda: seen.owners == {"x", "y"}, "x to be back")
+        await until(lambda: seen.owners == {"x": "x:1", "y": "y:1"}, "x to be back")
 
 
 async def test_a_compacted_watch_is_a_whole_view(etcd: StoreKind, standing_etcd: EtcdNodes) -> None:

@@ -32,7 +32,7 @@ def put_bytes(path: pathlib.Path, raw: bytes) -> None:
 
 async def refusal(path: pathlib.Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        await SqliteStore(path, CLOCK_US).open("y")
+        await SqliteStore(path, CLOCK_US).open("y", "y:1")
     return str(caught.value)
 
 
