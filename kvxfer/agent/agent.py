@@ -75,9 +75,10 @@ class Agent(AgentMemory):
         network: MemoryNetwork | None = None,
         connect_s: float = 30.0,
     ) -> None:
-        """``info`` may be just the agent's id. ``coordinator`` is ``host:port``. ``token`` is the cluster token
-        (default: the token file's). Metrics go to ``registry``. ``network`` replaces sockets by an in-process network.
-        ``connect_s`` bounds the time to register."""
+        """``info`` may be just the agent's id. ``coordinator`` is ``host:port``, or several with commas. ``token`` is
+        the cluster token (default: the token file's). Metrics go to ``registry``. ``network`` replaces sockets by
+        an in-process network. ``connect_s`` bounds the time to register.
+        """
         if isinstance(info, str):
             info = WorkerInfo(info, Role.BOTH, model="", http_url="")
         check_agent_id(info.agent_id)

@@ -24,6 +24,8 @@ from kvxfer.types import AgentRef, Load, Membership
 log = logging.getLogger("kvxfer.coordinator")
 
 RETRY_FIRST_S, RETRY_MAX_S = 0.1, 1.0
+LEAVE_S = 1.0
+"""How long a coordinator that stops tries to write what the store lacks."""
 WRITE_GAP_S = 0.02
 """Between two rounds of writes: what one agent changes meanwhile goes together."""
 
@@ -88,8 +90,9 @@ class StoreKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        with contextlib.suppress(CoordinatorUnavailableError):
-            await self._write_round()
+        with contextlib.suppress(CoordinatorUnavailableError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._write_round()
         await self._store.close()
 
     async def next_number(self) -> int:
@@ -229,7 +232,7 @@ class StoreKeeper:
     def _take(self, change: StoreChange) -> None:
         now_ns = self._clock.now_ns()
         effects: list[Effect] = []
-        came = set(change.owners) - set(self._alive)
+        came, went = set(change.owners) - set(self._alive), set(self._alive) - set(change.owners) - {self.owner}
         self._alive = {**change.owners, self.owner: ""}
         for agent_id in [agent_id for agent_id, owner in self._owners.items() if owner in came]:
             known = self._directory.known(agent_id)
@@ -241,7 +244,8 @@ class StoreKeeper:
             effects += self._directory.ended(agent_id, now_ns=now_ns)
             self._rewrite_own(agent_id)
         absent = set(self._owners) - {record.agent_id for record in change.records} if change.is_whole else set()
-        effects += self._orphans(absent, now_ns)
+        if absent or went or change.is_whole:
+            effects += self._orphans(absent, now_ns)
         if change.is_whole:
             self._whole(change)
         self.carry_out(tuple(effects))

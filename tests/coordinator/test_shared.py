@@ -157,9 +157,40 @@ async def test_an_agent_that_dies_with_its_coordinator_ends(pair: tuple[Cluster,
     dies, stays = one.agent("a"), two.agent("b", nonce=2)
     ref, _ = await dies.session.start(), await stays.session.start()
     await until(lambda: "a" in stays.members, "b to know a")
-    dies.cut()
-    await one.stop()
-    await until(lambda: stays.gone == [ref], "a to be over")
+    async with running(pathlib.Path(two.options.token_file).parent, store=two.options.store) as third:
+        also = third.agent("c", nonce=3)
+        await also.session.start()
+        await until(lambda: {"a", "b"} <= set(also.members), "c to know both")
+        dies.cut()
+        await one.stop()
+        await until(lambda: stays.gone == also.gone == [ref], "a to be over at both that are left")
+        await also.session.close()
+    await until(lambda: stays.gone[1:] == [also.session.ref], "c to have left")
     await one.start()
     async with watching(one) as watch:
         await until(lambda: {m.ref.agent_id for m in watch.membership.members} == {"b"}, "a to be gone for good")
+
+
+@pytest.mark.deep
+async def test_an_etcd_that_lost_its_disks_loses_no_agent(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: pathlib.Path
+) -> None:
+    with etcd_nodes(tmp_path_factory.mktemp("etcd"), 3) as nodes:
+        store = {"store": f"etcd:{nodes.endpoints}"}
+        async with running(tmp_path, **store) as one, running(tmp_path, **store) as two:
+            agent, stays = one.agent("a"), two.agent("b", nonce=2)
+            ref, other = await agent.session.start(), await stays.session.start()
+            await until(lambda: "a" in stays.members and "b" in agent.members, "both to know each other")
+            await asyncio.to_thread(nodes.replace_all)
+            fresh = two.agent("c", nonce=3)
+            late = await fresh.session.start()
+            assert late.incarnation.number > max(ref.incarnation.number, other.incarnation.number)
+            async with watching(one) as at_one, watching(two) as at_two:
+                await until(lambda: refs(at_one) == refs(at_two) == {ref, other, late}, "all to be known at both")
+            async with etcd_kind(nodes).opened("z") as looks:
+
+                async def are_kept() -> bool:
+                    return {record.member.ref for record in await looks.load()} == {ref, other, late}
+
+                await eventually(are_kept, "all to be written again", within_s=PATIENCE_S)
+            assert agent.gone == stays.gone == []

@@ -65,6 +65,15 @@ class EtcdNodes:
         process.kill()
         process.wait()
 
+    def replace_all(self) -> None:
+        """kill -9 of all nodes, and a new cluster with empty disks in their places."""
+        for node in range(len(self.clients)):
+            self.kill(node)
+            shutil.rmtree(self._folder / f"n{node}")
+        for node in range(len(self.clients)):
+            self.start(node)
+        self.healthy()
+
     def healthy(self, *nodes: int) -> None:
         """Wait until these nodes, or all, say that they belong to a majority with a leader."""
         deadline_s = time.monotonic() + HEALTHY_S
