@@ -96,7 +96,9 @@ class StoreKeeper:
         await self._store.close()
 
     async def next_number(self) -> int:
-        """Raises CoordinatorUnavailableError."""
+        """Raises CoordinatorUnavailableError: at once where the store is known to be away, so that the agent hears."""
+        if self._watch_failure:
+            raise CoordinatorUnavailableError(f"no new incarnations now: {self._watch_failure}")
         try:
             return await self._store.next_number()
         except CoordinatorUnavailableError as error:

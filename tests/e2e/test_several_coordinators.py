@@ -3,6 +3,7 @@ incarnation, and the membership is whole again soon after."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 import time
@@ -80,7 +81,7 @@ async def whole(cluster: Cluster, within_s: float) -> float:
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-@pytest.mark.parametrize("name", ["coordinator", "second"])
+@pytest.mark.parametrize("name", ["coordinator", pytest.param("second", marks=pytest.mark.nightly)])
 async def test_a_coordinator_is_lost_under_load(cluster: Cluster, name: str, fault: str) -> None:
     await whole(cluster, MOVED_S)
     before = await incarnations(cluster)
@@ -111,32 +112,69 @@ async def test_a_coordinator_is_lost_under_load(cluster: Cluster, name: str, fau
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.nightly)])
 async def test_an_etcd_node_is_lost_under_load(cluster: Cluster, nodes: EtcdNodes, node: int, fault: str) -> None:
     await whole(cluster, MOVED_S)
     before = await incarnations(cluster)
     async with Load(cluster.url("router")) as load:
         await load.some(3)
-        if fault == "kill":
-            nodes.kill(node)
-        else:
-            nodes.signal(node, signal.SIGSTOP)
+        hurt_node(nodes, node, fault)
         await load.some(20)
         both = f"{cluster.address},{cluster['second'].address}"
         await cluster.worker("d2", "decode", coordinator=both)
         await cluster.seen(*WORKERS, "d2")
         await load.some(3)
         await cluster.stop("d2")
-        if fault == "kill":
-            nodes.start(node)
-        else:
-            nodes.signal(node, signal.SIGCONT)
+        heal_node(nodes, node, fault)
         took_s = await whole(cluster, WHOLE_S * BUSY)
     print(f"{fault} etcd {node}: {load.done} answers, whole after {took_s:.2f} s")
     assert load.failed == []
     assert await incarnations(cluster) == before
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("node_fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+async def test_a_coordinator_and_an_etcd_node_are_lost_under_load(
+    cluster: Cluster, nodes: EtcdNodes, fault: str, node_fault: str
+) -> None:
+    await whole(cluster, MOVED_S)
+    before = await incarnations(cluster)
+    async with Load(cluster.url("router")) as load:
+        await load.some(3)
+        await (cluster.kill("second") if fault == "kill" else asyncio.to_thread(cluster.pause, "second"))
+        hurt_node(nodes, 0, node_fault)
+        began_s = time.monotonic()
+
+        async def is_past() -> bool:
+            return time.monotonic() > began_s + 10.0
+
+        await until(is_past, "lease and grace to be over", within_s=15.0)
+        await load.some(10)
+        heal_node(nodes, 0, node_fault)
+        await (cluster.restart("second") if fault == "kill" else asyncio.to_thread(cluster.unpause, "second"))
+        took_s = await whole(cluster, WHOLE_S * BUSY)
+        await load.some(3)
+    print(f"{fault} second, {node_fault} etcd 0: {load.done} answers, whole after {took_s:.2f} s")
+    assert load.failed == []
+    assert await incarnations(cluster) == before
+
+
+def hurt_node(nodes: EtcdNodes, node: int, fault: str) -> None:
+    if fault == "kill":
+        nodes.kill(node)
+    else:
+        nodes.signal(node, signal.SIGSTOP)
+
+
+def heal_node(nodes: EtcdNodes, node: int, fault: str) -> None:
+    if fault == "kill":
+        nodes.start(node)
+    else:
+        nodes.signal(node, signal.SIGCONT)
+
+
+@pytest.mark.nightly
 async def test_without_a_majority_all_running_work_goes_on(cluster: Cluster, nodes: EtcdNodes) -> None:
     await whole(cluster, MOVED_S)
     before = await incarnations(cluster)

@@ -29,8 +29,9 @@ log = logging.getLogger("kvxfer.coordinator")
 PREFIX = b"/kvxfer/v1/"
 NUMBER, AGENTS, OWNERS = PREFIX + b"number", PREFIX + b"agents/", PREFIX + b"coordinators/"
 PULSE_S = 1.0
-LAG_S = 1.0
-"""How much later than its write the watch may give a change, before the watch begins anew."""
+CATCH_UP_S = 1.0
+"""How long the newest change may take to be asked for and to come by the watch, before the watch begins anew. An agent
+that has just registered waits so long for its first view, and is not patient for much longer."""
 TRIES = 30
 """Of one write that others' writes come between."""
 
@@ -127,10 +128,12 @@ class EtcdStore:
                 return
             all_until_now = self._asked
             try:
-                await self._reach_newest()
-            except CoordinatorUnavailableError as error:
-                self._break(str(error))
-                raise
+                async with asyncio.timeout(CATCH_UP_S):
+                    await self._reach_newest()
+            except (CoordinatorUnavailableError, TimeoutError) as error:
+                reason = str(error) or f"the store {self} does not say within {CATCH_UP_S:g} s what is newest"
+                self._break(reason)
+                raise CoordinatorUnavailableError(reason) from None
             self._caught = all_until_now
 
     async def watch(self) -> AsyncIterator[StoreChange]:
@@ -225,13 +228,9 @@ class EtcdStore:
     async def _reach_newest(self) -> None:
         """Wait until the watch has given the newest change that etcd's majority knows of."""
         newest = await self._newest_unseen()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAG_S):
-                while self._seen < newest:
-                    self._seen_more.clear()
-                    await self._seen_more.wait()
-                return
-        raise CoordinatorUnavailableError(f"the watch of the store {self} lags by more than {LAG_S:g} s")
+        while self._seen < newest:
+            self._seen_more.clear()
+            await self._seen_more.wait()
 
     async def _newest_unseen(self) -> int:
         """The revision of the newest change after what was seen; 0 where there is none."""
