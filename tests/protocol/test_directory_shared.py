@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvxfer.errors import RefusedError
 from kvxfer.protocol.directory import CloseStream, Directory, IncarnationEnded, MemberEvent
@@ -129,3 +131,35 @@ def test_a_drain_ordered_at_another_coordinator_reaches_the_agent(directory: Dir
     (order,) = directory.told(member(is_draining=True), 1, is_judged=True, now_ns=0)
     assert order.reason == "ordered through another coordinator"
     assert only(directory).is_draining
+
+
+@given(st.lists(st.tuples(st.sampled_from(["session", "tell", "cut"]), st.integers(0, 2), st.integers(0, 99))))
+@settings(deadline=None)
+def test_records_in_any_order_end_no_agent_and_all_agree_at_last(steps: list[tuple[str, int, int]]) -> None:
+    """One agent goes from coordinator to coordinator, and each hears of the others' records late, twice or in another
+    order."""
+    coordinators = [Directory(LIMITS, 0, epoch=bytes([number]) * 16) for number in range(3)]
+    written: list[tuple[Member, int]] = []
+    streams: list[tuple[int, int]] = []
+    effects: list[object] = []
+    for kind, at, which in [*steps, ("session", 0, 0)]:
+        directory = coordinators[at]
+        if kind == "session":
+            streams.append((at, live(directory, sessions=len(streams) + 1)))
+        elif kind == "cut" and streams:
+            place, stream = streams[which % len(streams)]
+            effects += coordinators[place].stream_ended(stream, now_ns=0)
+        elif kind == "tell" and written:
+            effects += directory.told(*written[which % len(written)], is_judged=bool(which % 3), now_ns=0)
+        known = directory.known("a")
+        if known is not None and known[2]:
+            written.append((known[0], known[1]))
+    for directory in coordinators:
+        for record in written:
+            effects += directory.told(*record, is_judged=True, now_ns=0)
+    assert not [effect for effect in effects if isinstance(effect, IncarnationEnded)]
+    assert [only(directory).is_suspect for directory in coordinators] == [False] * 3
+    assert [directory.known("a") for directory in coordinators[1:]] == [
+        (only(coordinators[0]), len(streams), False)
+    ] * 2
+    assert quiet(coordinators[1], 0, 10 * DEAD_NS) == []
