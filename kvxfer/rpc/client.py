@@ -65,8 +65,8 @@ class CoordinatorSession:
         source: random.Random | None = None,
         tls: FollowedFiles | None = None,
     ) -> None:
-        """``target`` is ``host:port``, or several with commas between: any serves, and the next is tried on a loss. With
-        ``tls`` the certificate says who the agent is, and ``token`` may be empty.
+        """``target`` is ``host:port``, or several with commas between: any serves, and the next is tried on a loss.
+        With ``tls`` the certificate says who the agent is, and ``token`` may be empty.
 
         ``source`` jitters the waits between attempts. Raises InvalidArgumentError for anything that the wire cannot
         carry.

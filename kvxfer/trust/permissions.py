@@ -37,7 +37,7 @@ class Subject:
 NO_SUBJECT = Subject()
 
 CALLS: dict[CertRole, frozenset[ControlCall]] = {
-    CertRole.COORDINATOR: frozenset(),
+    CertRole.COORDINATOR: frozenset({ControlCall.WATCH}),
     CertRole.PREFILL: frozenset({ControlCall.REGISTER}),
     CertRole.DECODE: frozenset({ControlCall.REGISTER}),
     CertRole.WORKER: frozenset({ControlCall.REGISTER}),
