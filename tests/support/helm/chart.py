@@ -1,0 +1,156 @@
+"""The chart, rendered for many values by Helm's engine in an environment of its own; and its objects, by kind and name.
+
+Decides which values are rendered. What an object must be is for the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+CHART = ROOT / "deploy" / "helm" / "kvxfer"
+PYTHON = ROOT / "build" / "deploy-venv" / "bin" / "python"
+MISSING = "build/deploy-venv is not there: `make test-chart` makes it"
+
+_POLICIES: dict[str, Any] = {
+    "networkPolicy": {"clientsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}]},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+}
+_BARE: dict[str, Any] = {
+    "networkPolicy": {"enabled": False},
+    **{name: {"podDisruptionBudget": {"enabled": False}} for name in ("router", "prefill", "decode")},
+    "model": {"fetch": False, "name": "/var/lib/kvxfer/cache/model"},
+}
+_CERTIFICATE: dict[str, Any] = {
+    "tls": {"router": {"enabled": True, "certManager": {"enabled": True, "issuer": "ours", "dnsNames": ["llm.test"]}}}
+}
+_SCALED: dict[str, Any] = {
+    "router": {"autoscaling": {"enabled": True, "maxReplicas": 5}},
+    "prefill": {"autoscaling": {"enabled": True, "kind": "keda"}},
+    "decode": {"autoscaling": {"enabled": True, "kind": "hpa", "perReplica": 2}},
+}
+_OTHER: dict[str, Any] = {
+    "fullnameOverride": "a-name-that-is-much-too-long-for-what-it-names",
+    "images": {"pullSecrets": ["registry"], "service": {"repository": "example.test/kvxfer", "tag": "1"}},
+    "secrets": {"name": "ours", "clusterToken": "a", "adminKey": "b", "apiKeys": "c"},
+    "model": {"servedName": "ours", "cache": {"existingClaim": "models"}, "hubToken": {"secret": "hub"}},
+    "coordinator": {"port": 7401, "metricsPort": 9401, "extraArgs": ["--members-max=100"]},
+    "router": {"port": 8443, "processes": 4, "replicas": 3, "extraArgs": ["--local-prefill=off"]},
+    "workers": {"port": 8100, "dataPort": 7600, "bootstrapPort": 8999},
+}
+_POOL: dict[str, Any] = {
+    "podAnnotations": {"a.test/b": "c"},
+    "nodeSelector": {"gpu": "yes"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "resources": {"limits": {"nvidia.com/gpu": 1}},
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {"defaults": {}}
+for _engine in ("kvxfer", "vllm", "sglang"):
+    _kind = {"engine": _engine}
+    VARIANTS |= {
+        _engine: _kind,
+        f"{_engine}-bare": {**_kind, **_BARE},
+        f"{_engine}-watched": {**_kind, **_POLICIES},
+        f"{_engine}-certificate": {**_kind, **_CERTIFICATE, **_POLICIES},
+        f"{_engine}-secret": {**_kind, "tls": {"router": {"enabled": True, "secretName": "router"}}},
+        f"{_engine}-scaled": {**_kind, **_SCALED},
+        f"{_engine}-other": {**_kind, **_OTHER, "prefill": _POOL, "decode": _POOL},
+    }
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "replicas": ({"router": {"replicas": "two"}}, "/router/replicas"),
+    "engine": ({"engine": "trt"}, "/engine"),
+    "port": ({"workers": {"port": 70000}}, "/workers/port"),
+    "unknown": ({"prefill": {"replica": 2}}, "replica"),
+    "unknown at the top": ({"routers": {}}, "routers"),
+    "quantity": ({"workers": {"sharedMemory": "8 GB"}}, "/workers/sharedMemory"),
+    "no secret": ({"secrets": {"name": ""}}, "/secrets/name"),
+    "tls of gRPC": ({"tls": {"grpc": {"enabled": True}}}, "tls.grpc.enabled"),
+    "tls of workers": ({"tls": {"workers": {"enabled": True}}}, "tls.workers.enabled"),
+    "tls without a secret": ({"tls": {"router": {"enabled": True}}}, "tls.router.secretName"),
+    "no issuer": ({"tls": {"router": {"enabled": True, "certManager": {"enabled": True}}}}, "certManager.issuer"),
+    "no tls": ({"tls": {"router": {"certManager": {"enabled": True, "issuer": "a"}}}}, "tls.router.enabled"),
+}
+"""Values that are refused, and what the error names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """What one variant became. ``invalid``: what Kubernetes' schemas refuse."""
+
+    name: str
+    objects: tuple[dict[str, Any], ...]
+    invalid: tuple[str, ...]
+
+    @property
+    def engine(self) -> str:
+        return str(VARIANTS[self.name].get("engine", "kvxfer"))
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [value for value in self.objects if value["kind"] in kinds]
+
+    def one(self, kind: str, component: str) -> dict[str, Any]:
+        """The only object of that kind and component."""
+        (found,) = [value for value in self.of(kind) if component_of(value) == component]
+        return found
+
+    def workloads(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Components, and what their pods are made from."""
+        for value in self.of("Deployment", "StatefulSet"):
+            yield component_of(value), value["spec"]["template"]
+
+    def containers(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """(component, pod, container), those that come first included."""
+        for component, template in self.workloads():
+            for container in (*template["spec"].get("initContainers", ()), *template["spec"]["containers"]):
+                yield component, template["spec"], container
+
+
+def component_of(value: dict[str, Any]) -> str:
+    return str(value["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+@functools.cache
+def _answers() -> dict[str, Any]:
+    asked = {**VARIANTS, **{f"refused: {name}": values for name, (values, _) in REFUSED.items()}}
+    script = pathlib.Path(__file__).with_name("render.py")
+    command = [str(PYTHON), str(script), str(CHART)]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def lint() -> list[str]:
+    """What ``helm lint --strict`` warns of."""
+    return list(_answers()["lint"])
+
+
+@functools.cache
+def rendered(name: str) -> Rendered:
+    answer = _answers()["variants"][name]
+    assert "error" not in answer, answer["error"]
+    objects = tuple(value for value in yaml.safe_load_all(answer["text"]) if value)
+    return Rendered(name, objects, tuple(answer["invalid"]))
+
+
+def error_of(name: str) -> str:
+    """What a refused variant is told; empty where it is rendered."""
+    return str(_answers()["variants"][f"refused: {name}"].get("error", ""))
+
+
+@functools.cache
+def default_values() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    return found
