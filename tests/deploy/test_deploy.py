@@ -1,11 +1,9 @@
-"""The Dockerfile and the compose file, read: every command, flag, port, path, variable and extra they name exists."""
+"""The compose file, read: every command, flag, port, path and variable that it names exists, and the image has it."""
 
 from __future__ import annotations
 
 import pathlib
 import re
-import shlex
-import tomllib
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,18 +26,15 @@ from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.serving.bodies import Bodies
 from kvxfer.types import check_agent_id
+from tests.support.dockerfile import stages
 
 pytestmark = pytest.mark.checkout
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
-DOCKERFILE = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+SERVICE = stages()["service"]
 SERVICES: dict[str, Any] = COMPOSE["services"]
 ROLES = ("coordinator", "prefill", "decode", "router")
-
-
-def instructions(name: str) -> list[str]:
-    return re.findall(rf"^{name}\s+(.+)$", DOCKERFILE, re.MULTILINE)
 
 
 def parsed(service: str) -> Any:
@@ -50,10 +45,6 @@ def parsed(service: str) -> Any:
 def options(service: str) -> Any:
     args = parsed(service)
     return options_from(services.options_class(args.command), args)
-
-
-def docker_variables() -> dict[str, str]:
-    return dict(re.findall(r"(\w+)=(\S+)", " ".join(instructions("ENV"))))
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -105,7 +96,7 @@ def test_only_the_router_is_published_and_only_on_loopback() -> None:
 
 
 def test_the_token_is_a_secret_that_only_our_user_reads() -> None:
-    (uid,) = re.findall(r"useradd --uid (\d+)", DOCKERFILE)
+    (uid,) = re.findall(r"useradd --uid (\d+)", " ".join(SERVICE.all("RUN")))
     for service in ROLES:
         (secret,) = SERVICES[service]["secrets"]
         assert secret["source"] in COMPOSE["secrets"]
@@ -122,7 +113,7 @@ def test_what_compose_names_exists() -> None:
         for mount in service.get("volumes", ()):
             volume, _, target = mount.partition(":")
             assert volume in COMPOSE["volumes"]
-            assert target == docker_variables()["XDG_CACHE_HOME"]
+            assert target == SERVICE.variables()["XDG_CACHE_HOME"]
     build = SERVICES["model"]["build"]
     context = (ROOT / "deploy" / build["context"]).resolve()
     assert (context / build["dockerfile"]).is_file()
@@ -130,10 +121,10 @@ def test_what_compose_names_exists() -> None:
 
 
 def test_workers_and_router_listen_where_the_health_check_asks_whether_they_are_ready() -> None:
-    (found,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", " ".join(instructions("HEALTHCHECK")))
+    (found,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", " ".join(SERVICE.all("HEALTHCHECK")))
     port, path = found
     assert path == "/ready"
-    assert instructions("EXPOSE") == [port]
+    assert SERVICE.all("EXPOSE") == [port]
     for service in ("prefill", "decode", "router"):
         assert "healthcheck" not in SERVICES[service]
         assert options(service).port == int(port)
@@ -167,36 +158,3 @@ def test_nothing_is_started_before_what_it_needs_is_ready() -> None:
     assert {SERVICES["router"]["depends_on"][worker]["condition"] for worker in ("prefill", "decode")} == {
         "service_healthy"
     }
-
-
-def test_image_runs_the_command_as_nobody_special() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert instructions("ENTRYPOINT") == ['["kvxfer"]']
-    assert "kvxfer" in scripts
-    assert instructions("USER") == ["kvxfer"]
-    assert re.search(r"useradd .*\bkvxfer\b", DOCKERFILE)
-
-
-def test_image_installs_extras_that_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (extras,) = re.findall(r"kvxfer-\*\.whl\)\[([\w,]+)\]", DOCKERFILE)
-    assert set(extras.split(",")) <= set(project["optional-dependencies"])
-
-
-def test_image_is_built_from_what_the_context_holds() -> None:
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert all((ROOT / name).exists() for name in kept)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"pyproject.toml", "constraints.txt", "kvxfer", project["readme"], *project["license-files"]} <= set(kept)
-    stages = set(re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE))
-    assert set(re.findall(r"from=(\w+)", DOCKERFILE)) <= stages
-    declared = {name.partition("=")[0] for name in instructions("ARG")}
-    used = set(re.findall(r"\$\{(\w+)", DOCKERFILE))
-    assert used <= declared
-
-
-def test_image_directories_are_ours() -> None:
-    made = next(text for text in instructions("RUN") if "install --directory" in text)
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
-        assert docker_variables()[name] in shlex.split(made)
-    assert instructions("VOLUME") == [f'["{docker_variables()["XDG_CACHE_HOME"]}"]']
