@@ -43,7 +43,7 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo demo-load serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf test-nixl test-vllm test-sglang test-sglang-e2e \
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts test-nixl test-vllm test-sglang test-sglang-e2e \
     test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
 help:
@@ -93,12 +93,12 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf
+NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
 nightly-tests: install
-	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm --ignore=tests/sglang $(ARGS)'
+	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/deploy $(ARGS)'
 
 nightly-vllm: export RANKS = 1
 nightly-vllm: test-vllm
@@ -130,6 +130,12 @@ $(AIPERF)/.installed-$(AIPERF_VERSION):
 	@$(PY) -m venv $(AIPERF)
 	@$(AIPERF)/bin/python -m pip install --quiet --disable-pip-version-check $(INDEX) $(PIP_ARGS) "aiperf==$(AIPERF_VERSION)"
 	@touch $@
+
+# Each alert of deploy/prometheus over pages of a running service: promtool evaluates them. Debian has it in `prometheus`, which
+# is unpacked here and not installed; where apt cannot fetch it, a sentence says so, and the tests are skipped by name.
+nightly-alerts: install
+	@command -v promtool >/dev/null || [ -x build/promtool/usr/bin/promtool ] || .ci/fetch-promtool build/promtool || :
+	@$(PY) -m pytest -q -m nightly --junitxml=build/durations/$@.xml tests/deploy $(ARGS)
 
 # Its code is that of the checkout, where every tier runs: here is only seen that all of it is there, and starts.
 nightly-wheel:
