@@ -230,5 +230,34 @@ async def test_a_service_at_work_fires_none(cluster: Cluster, tmp_path: pathlib.
     assert await asyncio.to_thread(firing, pages, set(alerts()), tmp_path) == (set(), set())
 
 
+def made_up(engine: str, failed: int, expired: int, blocks: int, running: int) -> str:
+    """A page of an engine that is not kvxfer's, by docs/metrics.md: it was not scraped from one."""
+    label = 'model_name="m"'
+    said = [
+        ("counter", "kvxfer_loads_total", f'{label},outcome="committed",lane="stream"', 100),
+        ("counter", "kvxfer_loads_total", f'{label},outcome="peer_gone",lane="none"', failed),
+        ("gauge", "kvxfer_unread_blocks", label, blocks),
+    ]
+    if engine == "vllm":
+        said += [("counter", "kvxfer_expired_prompts_total", label, expired)]
+        said += [("gauge", name, label, running) for name in ("num_requests_running", "num_requests_waiting")]
+    else:
+        said += [("gauge", "num_running_reqs", label, running)]
+    lines = []
+    for kind, name, labels, value in said:
+        lines += [f"# TYPE {engine}:{name} {kind}"] if f":{name}" not in "".join(lines) else []
+        lines += [f"{engine}:{name}{{{labels}}} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_alerts_about_engines_of_others(engine: str, tmp_path: pathlib.Path) -> None:
+    wanted = TRANSFERS | STRANDED | (NOT_FETCHED if engine == "vllm" else set())
+    well = made_up(engine, failed=0, expired=0, blocks=40, running=3)
+    broken = made_up(engine, failed=10, expired=1, blocks=5, running=0)
+    assert firing({"engine": (well, well)}, wanted, tmp_path) == (set(), set())
+    assert firing({"engine": (well, broken)}, wanted, tmp_path) == (set(), wanted)
+
+
 def test_every_alert_is_fired_here() -> None:
     assert set(alerts()) == SHOWN

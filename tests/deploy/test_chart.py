@@ -161,8 +161,10 @@ def test_variables_are_read_by_something(variant: str) -> None:
     script = (ROOT / "deploy" / "helm" / "kvxfer" / "files" / "drain.sh").read_text()
     of_the_drain = set(re.findall(r"\$\{?(\w+)", script))
     for _, _, container in rendered(variant).containers():
-        for one in container["env"]:
+        for number, one in enumerate(container["env"]):
             name = one["name"]
+            before = {other["name"] for other in container["env"][:number]}
+            assert set(re.findall(r"\$\((\w+)\)", one.get("value", ""))) <= before
             if name.startswith("DRAIN_"):
                 assert name in of_the_drain
             elif not name.startswith("KVXFER_SGLANG_"):  # SglangOptions refuses the unknown

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import Authority
 from tests.support.child import environment
 from tests.support.fake_workers import eventually
 from tests.support.helm.chart import CHART
 from tests.support.local_http import free_ports
-from tests.support.routers import Site, check, site
+from tests.support.routers import RouterProcess, Site, check, engines_of, site
 
 pytestmark = [pytest.mark.checkout, pytest.mark.deep]
 
@@ -33,7 +34,7 @@ class Pod:
             program.chmod(0o755)
         self._path = f"{directory}{os.pathsep}{os.environ['PATH']}"
 
-    async def drains(self, worker: dict[str, Any], routers: str, live_url: str, *, seconds: str = "60") -> str:
+    async def drains(self, worker: dict[str, Any], routers: str, live_url: str, *, ca_file: str = "") -> str:
         """What the script prints; it must end without an error."""
         process = await asyncio.create_subprocess_exec(
             "sh",
@@ -44,10 +45,10 @@ class Pod:
                 PATH=self._path,
                 POD_NAME=worker["agent_id"],
                 DRAIN_ROUTERS=routers,
-                DRAIN_SECONDS=seconds,
+                DRAIN_SECONDS="60",
                 DRAIN_LIVE_URL=live_url,
                 DRAIN_ADMIN_KEY_FILE=str(self.admin_key),
-                DRAIN_CA_FILE="",
+                DRAIN_CA_FILE=ca_file,
             ),
         )
         out, _ = await asyncio.wait_for(process.communicate(), 60)
@@ -95,3 +96,21 @@ async def test_a_worker_that_does_not_answer_is_not_drained(pod: Pod) -> None:
         [nobody] = free_ports(1)
         await pod.drains(worker, there.router.url, f"http://127.0.0.1:{nobody}/live")
         assert not (await one_of(there))[0]["is_drained_here"]
+
+
+async def test_a_router_with_tls_is_asked_by_the_ca_of_its_secret(pod: Pod, tmp_path: pathlib.Path) -> None:
+    authority = Authority(tmp_path)
+    identity = authority.issue("router")
+    with engines_of("decode", 1) as (mock,):
+        url = mock.engines[0].url
+        tls = (f"--tls-cert-file={identity.cert}", f"--tls-key-file={identity.key}")
+        router = await asyncio.to_thread(RouterProcess, f"--decode={url}?name=pod-0", *tls, *admin(pod))
+        try:
+            assert router.url.startswith("https://")
+            worker = {"agent_id": "pod-0"}
+            said = await pod.drains(worker, router.url, f"{url}/health")
+            assert "CERTIFICATE_VERIFY_FAILED" in said
+            said = await pod.drains(worker, router.url, f"{url}/health", ca_file=authority.cert)
+            assert "pod-0 is drained" in said
+        finally:
+            await asyncio.to_thread(router.stop)
