@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import multiprocessing.util
 import os
-import secrets
 import threading
 import time
 from typing import Any
@@ -30,7 +29,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.sglang import greetings, hooks_0_5_23
-from kvxfer.connectors.sglang.core import TransportCore
+from kvxfer.connectors.sglang.core import TransportCore, drawn_agent_id
 from kvxfer.connectors.sglang.correspondence import Correspondence
 from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
@@ -116,7 +115,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             options,
             memory,
             self.record,
-            agent_id=f"sglang-{role.value}-{secrets.token_hex(8)}",
+            agent_id=drawn_agent_id(options, role),
             rank=rank,
             role=role,
             source_callbacks=SourceCallbacks(self.succeed, self._source_failed, self._began, **sent),

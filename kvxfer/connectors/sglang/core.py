@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 import time
 
 from kvxfer.agent import Agent, AgentStatistics, Delivery
@@ -34,10 +35,10 @@ from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
 from kvxfer.connectors.sglang.watch import PeerLeg, Watch
-from kvxfer.errors import ClosedError, KvxferError, PeerGoneError, ProtocolError
+from kvxfer.errors import ClosedError, ConfigError, InvalidArgumentError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.ratelimit import RateLimitedWarning
-from kvxfer.rpc.token import member_token
-from kvxfer.types import CompatibilityRecord, Dialect, Role, WorkerInfo
+from kvxfer.rpc import coordinator_tls, token_beside
+from kvxfer.types import CompatibilityRecord, Dialect, Role, WorkerInfo, check_agent_id
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -54,6 +55,22 @@ class CoreStatistics:
     sources_open: int
     """Rooms that this rank sends and that are not over."""
     destinations_open: int
+
+
+def drawn_agent_id(options: Options, role: Role) -> str:
+    """A name for one rank's agent, unlike any other: random letters, after the NAME of the engine's certificate if it
+    has one. Raises ConfigError for files that are wrong, or a NAME above 47 letters."""
+    drawn = secrets.token_hex(8)
+    tls = coordinator_tls(options.coordinator_ca_file, options.coordinator_cert_file, options.coordinator_key_file)
+    if tls is None:
+        return f"sglang-{role.value}-{drawn}"
+    name = tls.newest.identity.name
+    try:
+        return check_agent_id(f"{name}.{drawn}")
+    except InvalidArgumentError:
+        raise ConfigError(
+            f"{options.coordinator_cert_file}: the name {name} is too long for an engine of SGLang: at most 47 letters"
+        ) from None
 
 
 class TransportCore:
@@ -79,7 +96,7 @@ class TransportCore:
         self._agent = Agent(
             info,
             coordinator=options.coordinator or None,
-            token=member_token(options.token_file),
+            token=token_beside(options.coordinator_cert_file, options.token_file),
             config=options.agent_config(),
         )
         self._pools = pools.register(self._agent, memory, record, options.checksum)

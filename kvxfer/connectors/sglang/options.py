@@ -35,11 +35,17 @@ class Options:
     insecure: bool = False
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     coordinator: str = ""
-    """``host:port`` of the coordinator, or of several with commas between, through which
-    engines find each other; empty: by agent metadata over SGLang's
-    own bootstrap."""
+    """``host:port`` of the coordinator, or of several with commas between, through which engines find each other;
+    empty: by agent metadata over SGLang's own bootstrap."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
+    coordinator_ca_file: str = ""
+    """PEM file with the CAs of the coordinator's certificate; empty: no TLS."""
+    coordinator_cert_file: str = ""
+    """PEM file with the certificate to show to the coordinator, in place of the token. Each rank's agent is called
+    after its NAME, and some random letters."""
+    coordinator_key_file: str = ""
+    """PEM file with its key; empty: it is in ``coordinator_cert_file``."""
     lanes: tuple[Lane, ...] = AgentConfig.lanes
     """Allowed lanes, best first."""
     checksum: ChecksumMode = ChecksumMode.OFF
@@ -58,6 +64,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.coordinator:
             _named("coordinator", check_addresses, self.coordinator)
+        elif self.coordinator_cert_file:
+            raise ConfigError(f"{variable_of('coordinator_cert_file')} needs {variable_of('coordinator')}")
+        if self.coordinator_ca_file and not self.coordinator_cert_file:
+            raise ConfigError(f"{variable_of('coordinator_ca_file')} needs {variable_of('coordinator_cert_file')}")
         for name in SECONDS:
             value = getattr(self, name)
             _named(name, lambda shown, value=value: check_positive(shown, value, maximum=86400.0))
@@ -90,6 +100,9 @@ class Options:
             bind_host=self.host,
             advertise_host=self.advertise,
             insecure=self.insecure,
+            coordinator_ca_file=self.coordinator_ca_file,
+            coordinator_cert_file=self.coordinator_cert_file,
+            coordinator_key_file=self.coordinator_key_file,
             discovery=not self.coordinator,
             stripes=self.stripes,
             grant_wait_s=self.timeout_s,

@@ -22,6 +22,9 @@ def test_everything_can_be_set() -> None:
         "KVXFER_SGLANG_INSECURE": "1",
         "KVXFER_SGLANG_COORDINATOR": "node-1:7400",
         "KVXFER_SGLANG_TOKEN_FILE": "/run/token",
+        "KVXFER_SGLANG_COORDINATOR_CA_FILE": "/run/ca.pem",
+        "KVXFER_SGLANG_COORDINATOR_CERT_FILE": "/run/p0.pem",
+        "KVXFER_SGLANG_COORDINATOR_KEY_FILE": "/run/p0.key",
         "KVXFER_SGLANG_LANES": "ucx, stream",
         "KVXFER_SGLANG_CHECKSUM": "sampled",
         "KVXFER_SGLANG_STRIPES": "4",
@@ -33,13 +36,29 @@ def test_everything_can_be_set() -> None:
     options = Options.from_environment(environ)
     lanes = (Lane.UCX, Lane.STREAM)
     assert options == Options(
-        "0.0.0.0", "node-3", True, "node-1:7400", "/run/token", lanes, "sampled", 4, 30.0, 1.5, 20.0, 60.0
+        host="0.0.0.0",
+        advertise="node-3",
+        insecure=True,
+        coordinator="node-1:7400",
+        token_file="/run/token",
+        coordinator_ca_file="/run/ca.pem",
+        coordinator_cert_file="/run/p0.pem",
+        coordinator_key_file="/run/p0.key",
+        lanes=lanes,
+        checksum="sampled",
+        stripes=4,
+        timeout_s=30.0,
+        unknown_wait_s=1.5,
+        engine_silent_s=20.0,
+        deadline_s=60.0,
     )
     config = options.agent_config()
     assert (config.bind_host, config.advertise_host, config.insecure) == ("0.0.0.0", "node-3", True)
     assert (config.discovery, config.lanes, config.stripes) == (False, lanes, 4)
     assert (config.grant_wait_s, config.unknown_wait_s, config.engine_silent_s) == (30.0, 1.5, 20.0)
     assert config.transfer_deadline_s == 60.0
+    files = config.coordinator_ca_file, config.coordinator_cert_file, config.coordinator_key_file
+    assert files == ("/run/ca.pem", "/run/p0.pem", "/run/p0.key")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +68,8 @@ def test_everything_can_be_set() -> None:
         ("KVXFER_SGLANG_host", "x", "is not a setting"),
         ("KVXFER_SGLANG_INSECURE", "maybe", "must be 1 or 0"),
         ("KVXFER_SGLANG_COORDINATOR", "node-1", "must be host:port"),
+        ("KVXFER_SGLANG_COORDINATOR_CERT_FILE", "p0.pem", "needs KVXFER_SGLANG_COORDINATOR"),
+        ("KVXFER_SGLANG_COORDINATOR_CA_FILE", "ca.pem", "needs KVXFER_SGLANG_COORDINATOR_CERT_FILE"),
         ("KVXFER_SGLANG_LANES", "stream,rdma", "must name some of"),
         ("KVXFER_SGLANG_CHECKSUM", "always", "must be one of"),
         ("KVXFER_SGLANG_CHECKS", "on", "is called KVXFER_SGLANG_CHECKSUM now"),

@@ -15,11 +15,11 @@ from kvxfer.coordinator.server import serve
 
 
 @contextlib.contextmanager
-def coordinator(token_file: pathlib.Path) -> Iterator[str]:
-    """Its address; it runs on a thread of its own."""
+def coordinator(token_file: pathlib.Path, **options: Any) -> Iterator[str]:
+    """Its address; it runs on a thread of its own, with ``options`` beside the token file."""
     ready: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    settings = CoordinatorOptions(port=0, token_file=str(token_file), stop_grace_s=0.2)
+    settings = CoordinatorOptions(port=0, token_file=str(token_file), stop_grace_s=0.2, **options)
     work = serve(settings, on_ready=ready.set_result, stop=stop)
     thread = threading.Thread(target=loop.run_until_complete, args=(work,))
     thread.start()
