@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 
@@ -14,10 +15,13 @@ from tests.support.cuda.ends import LIBRARY, EndProcess, Ends
 def ends() -> Iterator[Ends]:
     """Makes a source and a reader that know each other."""
     made: list[EndProcess] = []
+    stops = contextlib.ExitStack()
 
     def make(lanes: str, environment: dict[str, str] | None = None) -> tuple[EndProcess, EndProcess]:
         named = {"KVXFER_UCX_LIBRARY": LIBRARY.path} if "ucx" in lanes else {}
-        made.extend(EndProcess(name, lanes, {**named, **(environment or {})}) for name in ("source", "reader"))
+        for name in ("source", "reader"):
+            made.append(EndProcess(name, lanes, {**named, **(environment or {})}))
+            stops.callback(made[-1].stop)
         contacts = [end.ask("contact") for end in made]
         if "ucx" in lanes:
             assert [contact["obstacle"] for contact in contacts] == ["", ""]
@@ -25,9 +29,8 @@ def ends() -> Iterator[Ends]:
             end.ask("meet", other=other)
         return made[0], made[1]
 
-    yield make
-    for end in made:
-        end.stop()
+    with stops:
+        yield make
 
 
 @pytest.fixture

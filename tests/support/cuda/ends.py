@@ -19,6 +19,8 @@ from tests.support import child
 from tests.support.cuda.end import POISON
 
 DEVICE = "cuda:0"
+STOP_S = 60.0
+"""How long an end may take to end: a second on a quiet machine."""
 LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
 NO_DEVICE = "" if torch.cuda.is_available() else "torch finds no CUDA device here"
 NO_UCX = ucx.missing(LIBRARY) or ("" if LIBRARY.has_cuda_module else f"{LIBRARY.path} was built without CUDA")
@@ -72,7 +74,7 @@ class EndProcess:
                 if pipe is not None:
                     pipe.close()
         try:
-            self.process.wait(20)
+            self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
