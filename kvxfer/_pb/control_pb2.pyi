@@ -170,7 +170,7 @@ class Member(_message.Message):
     def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_suspect: bool = ..., is_draining: bool = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class MembershipUpdate(_message.Message):
-    __slots__ = ("epoch", "revision", "is_whole", "is_last", "is_settled", "members", "gone", "next_within_ms")
+    __slots__ = ("epoch", "revision", "is_whole", "is_last", "is_settled", "members", "gone", "next_within_ms", "leg_secret", "leg_keys")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,8 @@ class MembershipUpdate(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     NEXT_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    LEG_SECRET_FIELD_NUMBER: _ClassVar[int]
+    LEG_KEYS_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     revision: int
     is_whole: bool
@@ -187,7 +189,9 @@ class MembershipUpdate(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[Member]
     gone: _containers.RepeatedCompositeFieldContainer[AgentRef]
     next_within_ms: int
-    def __init__(self, epoch: _Optional[bytes] = ..., revision: _Optional[int] = ..., is_whole: bool = ..., is_last: bool = ..., is_settled: bool = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[AgentRef, _Mapping]]] = ..., next_within_ms: _Optional[int] = ...) -> None: ...
+    leg_secret: bytes
+    leg_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[bytes] = ..., revision: _Optional[int] = ..., is_whole: bool = ..., is_last: bool = ..., is_settled: bool = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[AgentRef, _Mapping]]] = ..., next_within_ms: _Optional[int] = ..., leg_secret: _Optional[bytes] = ..., leg_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
     __slots__ = ("register", "heartbeat", "update_pools", "deregister")
@@ -252,14 +256,16 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[MembershipUpdate, _Mapping]] = ..., drain: _Optional[_Union[DrainOrder, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("ref", "heartbeat_ms", "dead_after_ms")
+    __slots__ = ("ref", "heartbeat_ms", "dead_after_ms", "leg_keys")
     REF_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    LEG_KEYS_FIELD_NUMBER: _ClassVar[int]
     ref: AgentRef
     heartbeat_ms: int
     dead_after_ms: int
-    def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ...) -> None: ...
+    leg_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., leg_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class DrainOrder(_message.Message):
     __slots__ = ("reason",)

@@ -204,6 +204,11 @@ class Agent(AgentMemory):
         if self._session is not None:
             self._session.set_draining()
 
+    @property
+    def leg_keys(self) -> tuple[bytes, ...]:
+        """As :attr:`kvxfer.rpc.CoordinatorSession.leg_keys`; none without a coordinator."""
+        return () if self._session is None else self._session.leg_keys
+
     def connect_peer(self, ref: AgentRef, address: DataAddress, key: bytes, pools: Sequence[PoolRecord] = ()) -> None:
         """Add one incarnation of a peer without a coordinator: where it listens, the 32-byte session key that both
         sides of the pair use, and the pools that may be pulled from. A second call replaces what the first said of that

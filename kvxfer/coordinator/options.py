@@ -9,6 +9,8 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HostList
 
 DEFAULTS = CoordinatorConfig()
+LEG_KEY_PERIOD_MIN_S = 1.0
+"""So much longer than the way of a new key to workers and routers."""
 
 
 def check_store(name: str, value: str) -> None:
@@ -79,6 +81,10 @@ class CoordinatorOptions:
             "networks, names, or *.name for all below one"
         },
     )
+    leg_key_period_s: float = dataclasses.field(
+        default=86400.0,
+        metadata={"help": "seconds after which routers show other keys to workers; of all coordinators the same"},
+    )
     stop_grace_s: float = dataclasses.field(
         default=2.0, metadata={"help": "seconds that streams get to end when the coordinator stops"}
     )
@@ -90,6 +96,11 @@ class CoordinatorOptions:
                 raise ConfigError(f"{name} must be 0 to 65535, not {value}")
         check_positive("watchers_max", self.watchers_max, maximum=1 << 16)
         check_positive("stop_grace_s", self.stop_grace_s, maximum=60.0)
+        check_positive("leg_key_period_s", self.leg_key_period_s, maximum=366 * 86400.0)
+        if self.leg_key_period_s < LEG_KEY_PERIOD_MIN_S:
+            raise ConfigError(
+                f"leg_key_period_s must be at least {LEG_KEY_PERIOD_MIN_S:g}, not {self.leg_key_period_s}"
+            )
         for name, needed in (
             ("tls_key_file", "tls_cert_file"),
             ("tls_client_ca_file", "tls_cert_file"),

@@ -20,6 +20,7 @@ from kvxfer.coordinator.gate import Gate
 from kvxfer.coordinator.health import Health
 from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
+from kvxfer.coordinator.leg_keys import LegKeys
 from kvxfer.coordinator.listening import ControlPort
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
@@ -74,16 +75,18 @@ async def serve(
     directory = make_directory(options, clock.now_ns(), first_revision=started_us)
     store = store or make_store(options.store, started_us, lease_s=options.dead_after_s + LEASE_BEYOND_S)
     keeper = StoreKeeper(directory, store, clock)
+    root = session_root(token)
     service = CoordinatorService(
         options.config,
         directory,
         keeper,
-        session_root(token),
+        root,
         clock,
         metrics,
         watchers_max=options.watchers_max,
         hosts=RegisteredHosts(options.allow_http_host),
         gate=gate,
+        leg_keys=LegKeys(root, clock, period_s=options.leg_key_period_s, wall_s=started_us / 1e6),
     )
     peers = PeerWatches(keeper, token, files)
     health = Health("kvxfer.v1.Coordinator")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -27,6 +28,7 @@ from kvxfer.config import CoordinatorConfig
 from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
+from kvxfer.coordinator.leg_keys import LegKeys
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.errors import (
     AuthenticationError,
@@ -50,7 +52,7 @@ from kvxfer.protocol.directory import (
 from kvxfer.protocol.handshake import session_key
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import CODE_KEY, EOF, REASON_BYTES_MAX
-from kvxfer.trust.permissions import NO_SUBJECT, ControlCall, Subject
+from kvxfer.trust.permissions import NO_SUBJECT, ControlCall, Subject, sends_legs
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.coordinator")
@@ -82,6 +84,8 @@ class StreamState:
         self.drain_reason: str | None = None
         self.close_error: KvxferError | None = None
         self.is_stopping = False
+        self.leg_period = 0
+        """Whose leg keys it was given."""
 
     def close(self, error: KvxferError) -> None:
         """Have the stream end with ``error``; the first one counts."""
@@ -104,6 +108,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         watchers_max: int,
         hosts: RegisteredHosts,
         gate: Gate,
+        leg_keys: LegKeys,
     ) -> None:
         """``root``: the secret under all session keys, from :func:`kvxfer.protocol.handshake.session_root`."""
         self._config = config
@@ -116,6 +121,8 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._watchers_max = watchers_max
         self._hosts = hosts
         self._gate = gate
+        self._leg_keys = leg_keys
+        self._leg_period = leg_keys.period
         self._sessions: dict[int, StreamState] = {}
         self._watchers: set[StreamState] = set()
         self._pushed_revision = directory.revision
@@ -130,6 +137,10 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._carry_out(self._directory.tick(self._clock.now_ns()))
         self._metrics.observe(self._directory.statistics(), len(self._watchers))
         self._metrics.observe_store(self._keeper.failure, self._keeper.unwritten)
+        if self._leg_period != self._leg_keys.period:
+            self._leg_period = self._leg_keys.period
+            for receiver in (*self._sessions.values(), *self._watchers):
+                receiver.wake.set()
 
     def stop(self) -> None:
         """Tell every stream that the coordinator stops, and take no new ones."""
@@ -196,7 +207,12 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             receiver = StreamState(caller, NO_SUBJECT, with_load=True)
             self._watchers.add(receiver)
             try:
-                await self._push(receiver, context.write, lambda _: b"")
+                await self._push(
+                    receiver,
+                    context.write,
+                    lambda _: b"",
+                    add_leg_keys=functools.partial(self._add_leg_secret, receiver),
+                )
             finally:
                 self._watchers.discard(receiver)
             raise CoordinatorUnavailableError("the coordinator is stopping")
@@ -215,6 +231,10 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         except KvxferError as error:
             await abort(context, error)
         return pb.DrainResponse()
+
+    def _add_leg_secret(self, receiver: StreamState, update: pb.MembershipUpdate) -> None:
+        if sends_legs(receiver.caller.identity):
+            update.leg_secret = self._leg_keys.secret()
 
     def _check_open(self) -> None:
         if self._is_stopping:
@@ -272,7 +292,9 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             ref=convert.write_ref(registration.ref),
             heartbeat_ms=round(self._config.heartbeat_s * 1e3),
             dead_after_ms=round(self._config.dead_after_s * 1e3),
+            leg_keys=self._leg_keys.accepted_by(registration.ref) if receiver.subject.has_http else (),
         )
+        receiver.leg_period = self._leg_keys.period
         await context.write(pb.CoordinatorMessage(welcome=welcome))
 
         async def write(update: pb.MembershipUpdate) -> None:
@@ -281,8 +303,12 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         def key_of(other: AgentRef) -> bytes:
             return session_key(self._root, registration.ref, other)
 
+        def add_leg_keys(update: pb.MembershipUpdate) -> None:
+            if receiver.subject.has_http:
+                update.leg_keys.extend(self._leg_keys.accepted_by(registration.ref))
+
         async def push() -> None:
-            await self._push(receiver, write, key_of, context)
+            await self._push(receiver, write, key_of, context, add_leg_keys=add_leg_keys)
 
         listener = asyncio.create_task(self._listen(context, registration.stream))
         pusher = asyncio.create_task(push())
@@ -321,6 +347,8 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         write: Callable[[pb.MembershipUpdate], Awaitable[None]],
         key_of: Callable[[AgentRef], bytes],
         session: Any = None,
+        *,
+        add_leg_keys: Callable[[pb.MembershipUpdate], None],
     ) -> None:
         """Send one receiver the changes that it lacks, again and again.
 
@@ -337,7 +365,11 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                 reason, receiver.drain_reason = receiver.drain_reason, None
                 await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
             change = self._directory.change_since(revision, with_load=receiver.with_load)
-            for part in convert.write_change(change, next_within_ms=round(heartbeat_s * 1e3), key_of=key_of):
+            parts = convert.write_change(change, next_within_ms=round(heartbeat_s * 1e3), key_of=key_of)
+            if receiver.leg_period != self._leg_keys.period:
+                receiver.leg_period = self._leg_keys.period
+                add_leg_keys(parts[-1])
+            for part in parts:
                 await write(part)
             revision = change.revision
             if receiver.is_stopping:

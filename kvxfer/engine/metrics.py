@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -79,6 +79,16 @@ class EngineMetrics:
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
+        self._refused = Counter(
+            "kvxfer_engine_http_refused",
+            "HTTP requests of callers that may not ask, by error code",
+            ["code"],
+            registry=self.registry,
+        )
+
+    def refused(self, code: str) -> None:
+        """Count a request that was not let in."""
+        self._refused.labels(code).inc()
 
     def watch(self, executor: Executor) -> None:
         """Read ``executor`` at every scrape."""

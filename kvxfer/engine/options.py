@@ -33,7 +33,7 @@ class WorkerOptions(ServingLimits):
     model: str = _option("smollm2-135m-instruct", "name of a known model, hub id, or directory of a Llama-family model")
     served_model_name: str = _option("", "name that clients use; empty means the model's own")
     host: str = _option(
-        "127.0.0.1", "address to listen on, for HTTP and for transfers; other than loopback needs --insecure"
+        "127.0.0.1", "address to listen on, for HTTP and for transfers; other than loopback needs TLS or --insecure"
     )
     port: int = _option(0, "HTTP port; 0 takes a free one")
     data_port: int = _option(0, "port for transfers; 0 takes a free one")
@@ -47,6 +47,22 @@ class WorkerOptions(ServingLimits):
     )
     coordinator_key_file: str = _option("", "PEM file with its key; empty: it is in coordinator_cert_file")
     token_file: str = _option("", "file with the cluster token; empty means the default place")
+    tls_cert_file: str = _option(
+        "", "PEM file with the certificate of the HTTP port, and those that signed it; empty: no TLS"
+    )
+    tls_key_file: str = _option("", "PEM file with the certificate's key; empty: it is in tls_cert_file")
+    tls_client_ca_file: str = _option(
+        "", "PEM file with the CAs of callers' certificates: routers, and no others, then send requests"
+    )
+    revoked_file: str = _option(
+        "", "file with identities and fingerprints of callers' certificates that count no more, one a line"
+    )
+    leg_keys: bool = _option(
+        True, "without tls_client_ca_file: take requests only with a key that the coordinator hands out to routers"
+    )
+    leg_key_file: str = _option(
+        "", "file with keys, one a line, one of which a router shows; beside those of the coordinator"
+    )
     agent_id: str = _option("", "name among the workers; empty means the role and some random letters")
     block_tokens: int = _option(16, "tokens a KV block")
     pool_blocks: int = _option(0, "KV blocks of the pool; 0 takes as many as --kv-cache-mb holds")
@@ -117,10 +133,31 @@ class WorkerOptions(ServingLimits):
         if self.coordinator:
             check_addresses("coordinator", self.coordinator)
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
+        for name, needed in (
+            *(("tls_key_file", "tls_cert_file"), ("tls_client_ca_file", "tls_cert_file")),
+            ("revoked_file", "tls_client_ca_file"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigError(f"{name} needs {needed}")
+        if self.tls_client_ca_file and self.leg_key_file:
+            raise ConfigError("leg_key_file counts nothing beside tls_client_ca_file: callers show certificates")
         if not self.insecure and not is_loopback(self.host):
-            raise ConfigError(f"host {self.host!r} is not loopback: nothing is encrypted, so this needs --insecure")
+            self._check_reachable()
         self.limits()
         self.agent_config()
+
+    def _check_reachable(self) -> None:
+        """Raise ConfigError where others than routers could use the HTTP port, or read along."""
+        if not self.tls_cert_file:
+            raise ConfigError(
+                f"host {self.host!r} is not loopback and there is no TLS: give tls_cert_file and "
+                "tls_client_ca_file, or pass --insecure"
+            )
+        if not self.tls_client_ca_file and not self.leg_key_file and not (self.coordinator and self.leg_keys):
+            raise ConfigError(
+                f"host {self.host!r} is not loopback, and everybody there could send requests: give "
+                "tls_client_ca_file or leg_key_file, or pass --insecure"
+            )
 
     def limits(self) -> SchedulerLimits:
         """What the scheduler is bound by."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvxfer.engine.access import WorkerAccess
 from kvxfer.engine.block_digests import BlockDigests
 from kvxfer.engine.completion_parser import CompletionParser
 from kvxfer.engine.engine import Engine
@@ -34,6 +35,7 @@ from kvxfer.observe import hide
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import in_url, listening, ready_line, serving
+from kvxfer.serving.side_port import side_ports
 from kvxfer.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -52,12 +54,13 @@ async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event)
     Raises ConfigError for a taken port, a model that cannot be had or a bad token file, and what entering the agent
     raises (AuthenticationError, CoordinatorUnavailableError, RefusedError).
     """
-    threads = options.thread_count()
+    threads, agent_id = options.thread_count(), options.new_agent_id()
+    access = WorkerAccess(options, agent_id)
     with listening(options.host, options.port) as listener:
         model = await asyncio.to_thread(_load, options, threads)
         torch.set_num_threads(threads)
-        agent_id = options.new_agent_id()
-        url = f"http://{in_url(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
+        scheme = "https" if options.tls_cert_file else "http"
+        url = f"{scheme}://{in_url(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
         info = WorkerInfo(
             agent_id=agent_id,
             role=options.role,
@@ -68,7 +71,8 @@ async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event)
         )
         metrics = EngineMetrics()
         agent = _make_agent(options, info, metrics.registry) if options.coordinator else None
-        await _serve_model(options, model, info, agent, metrics, listener, on_ready=on_ready, stop=stop)
+        access.agent = agent
+        await _serve_model(options, model, info, agent, access, metrics, listener, on_ready=on_ready, stop=stop)
 
 
 async def _serve_model(
@@ -76,6 +80,7 @@ async def _serve_model(
     model: LoadedModel,
     info: WorkerInfo,
     agent: Agent | None,
+    access: WorkerAccess,
     metrics: EngineMetrics,
     listener: socket.socket,
     *,
@@ -114,19 +119,30 @@ async def _serve_model(
         statistics=lambda: worker_statistics(info, executor, agent),
         render_metrics=metrics.render,
     )
+    app = http.app()
     engine.start()
     try:
         async with (
+            access.followed(),
+            side_ports(app, options.host, options) as side,
             serving(
-                http.app(), listener, options, bodies, connections_max=sockets.connections, name="kvxfer worker http"
+                access.guarded(app, metrics.refused),
+                listener,
+                options,
+                bodies,
+                connections_max=sockets.connections,
+                name="kvxfer worker http",
+                tls=access.tls,
             ) as server,
             contextlib.AsyncExitStack() as stack,
         ):
+            access.on_change(server.renew_connections)
             if agent is not None:
                 await stack.enter_async_context(agent)
             stack.push_async_callback(engine.stop, options.shutdown_grace_s)
+            access.check_keys()
             readiness.registered()
-            names = {"http_url": info.http_url, "agent_id": info.agent_id, "model": info.model}
+            names = {"http_url": info.http_url, "agent_id": info.agent_id, "model": info.model, **side}
             on_ready(ready_line(str(options.role), options.host, listener, **names))
             await server.wait_ended(stop.wait(), engine.failed.wait())
             if agent is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvxfer.errors import (
+    AuthenticationError,
     ClosedError,
     DeadlineExceededError,
     DoesNotFitError,
+    ForbiddenError,
     InvalidArgumentError,
     KvxferError,
     LimitExceededError,
@@ -25,6 +27,8 @@ SERVER_ERROR = "server_error"
 
 _STATUS: tuple[tuple[type[KvxferError], int], ...] = (
     (InvalidArgumentError, 400),
+    (AuthenticationError, 401),
+    (ForbiddenError, 403),
     (OverloadedError, 503),
     (NoWorkerError, 503),
     (ClosedError, 503),

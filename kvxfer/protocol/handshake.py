@@ -78,11 +78,11 @@ def session_root(token: bytes) -> bytes:
 def session_key(root: bytes, one: AgentRef, other: AgentRef) -> bytes:
     """The 32-byte key of one pair of incarnations; the same whichever way round they are given."""
     return hmac.digest(
-        root, b"kvxfer session key v1" + b"".join(sorted((_canonical(one), _canonical(other)))), hashlib.sha256
+        root, b"kvxfer session key v1" + b"".join(sorted((canonical_ref(one), canonical_ref(other)))), hashlib.sha256
     )
 
 
-def _canonical(ref: AgentRef) -> bytes:
+def canonical_ref(ref: AgentRef) -> bytes:
     """One incarnation as bytes that no other incarnation has: lengths are fixed or written down."""
     name = ref.agent_id.encode()
     return len(name).to_bytes(2, "big") + name + ref.incarnation.number.to_bytes(8, "big") + ref.incarnation.boot_nonce

@@ -240,11 +240,10 @@ class Attempt:
 
     async def _run_decode(self, leg: Leg) -> RequestOutcome:
         core, inbound = self._core, self._inbound
-        pool = core.workers.pool(self._decode.ref)
         deadlines = core.decode_deadlines if inbound.stream else core.whole_deadlines
         if self._trace is not None:
             self._trace.decode_sent_s = core.now()
-        async with calling(pool, leg, deadlines, Part.DECODE) as response:
+        async with calling(core, self._decode, leg, deadlines, Part.DECODE) as response:
             self._is_decode_reached = True
             if not inbound.stream:
                 content = await read(response, core.options.max_answer_bytes, Part.DECODE)
@@ -383,12 +382,11 @@ class Attempt:
             claim.release()
 
     async def _call_prefill(self, worker: Worker, leg: Leg) -> bytes:
-        pool = self._core.workers.pool(worker.ref)
         deadlines, trace = self._core.whole_deadlines, self._trace
         if trace is not None:
             trace.prefill_sent_s = self._core.now()
         late = self._forgo_late if self._dialect.keeps_prefill else None
-        async with calling(pool, leg, deadlines, Part.PREFILL, late) as response:
+        async with calling(self._core, worker, leg, deadlines, Part.PREFILL, late) as response:
             answer = await read(response, self._core.options.max_answer_bytes, Part.PREFILL)
         if trace is not None:
             trace.prefill_ended_s = self._core.now()

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvxfer.policy.budget import Budget
 from kvxfer.router.engine_names import EngineNames
+from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.headers import check_passed
 from kvxfer.router.history import History
@@ -21,7 +22,8 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import UpstreamDeadlines
-from kvxfer.router.worker_key import WorkerKey
+from kvxfer.router.worker_key import Headers, WorkerKey, leg_headers
+from kvxfer.serving.leg_keys import LegKeyFile
 
 RECOMPUTES_MAX = 4096
 """Decode workers whose budgets are kept; the oldest one is forgotten first."""
@@ -62,6 +64,8 @@ class RouterCore:
         self.passed_headers = check_passed(options.forward_header)
         self.worker_key = WorkerKey()
         """What legs show to workers, where the client's own credentials end here."""
+        self.leg_keys = LegKeyFile()
+        """What legs show to workers for which the coordinator names no key."""
         self.engine_names = EngineNames(workers.make_pool)
         self.describe_process: Callable[[], dict[str, Any]] = dict
         """What ``/live`` says of this process, where the router has several."""
@@ -72,6 +76,10 @@ class RouterCore:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    def leg_headers(self, worker: Worker) -> Headers:
+        """By which ``worker`` knows that a request comes from one of its routers."""
+        return leg_headers(worker, self.leg_keys)
 
     def may_recompute(self, agent_id: str) -> bool:
         """Whether this decode worker may once more compute a prompt whose P was lost; counts it where it may."""

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxfer.errors import (
+    AuthenticationError,
     DeadlineExceededError,
     DoesNotFitError,
+    ForbiddenError,
     KvxferError,
     OverloadedError,
     PeerGoneError,
@@ -34,6 +36,8 @@ UNAVAILABLE = 503
 
 REFUSED = "refused"
 """The code of a worker's 4xx that has none."""
+NOT_LET_IN = frozenset({AuthenticationError.code, ForbiddenError.code})
+"""Codes by which a worker refuses the router, and not the client."""
 CODE_CHARS_MAX = 128
 _TOKENS_MAX = 1 << 40
 _STATUS = re.compile(r"[45][0-9]{2}")
@@ -230,6 +234,9 @@ def of_handover(error: ProtocolError) -> Failure:
 def from_answer(what: str, status: int, content: bytes) -> Failure:
     """The failure that a worker's own HTTP answer (not a 200) stands for; its error object is kept as it is."""
     body = _error_object(content, status)
+    if body is not None and body["error"]["code"] in NOT_LET_IN:
+        said = f"the {what} worker takes no requests of this router: {body['error']['message']}"
+        return Failure(FailureKind.ERROR, BAD_GATEWAY, error_body(said, code=body["error"]["code"], retryable=True))
     is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or _says_busy(body)))
     if is_busy and body is None:
         body = error_body(OverloadedError(f"the {what} worker takes no more requests"))

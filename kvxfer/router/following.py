@@ -15,8 +15,9 @@ from kvxfer.router.fleet.sources.flags import workers_from_flags
 from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.options import RouterOptions
-from kvxfer.router.worker_key import followed_worker_key
+from kvxfer.router.worker_key import Headers, followed_worker_key, leg_headers
 from kvxfer.rpc import coordinator_tls
+from kvxfer.serving.leg_keys import followed_leg_keys
 
 FIRST_MEMBERSHIP_WAIT_S = 1.0
 """How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
@@ -75,6 +76,11 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
             source = await stack.enter_async_context(CoordinatorSource(options.coordinator, token, workers, tls=tls))
             await source.wait_first(FIRST_MEMBERSHIP_WAIT_S)
         key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
-        probes = Prober(workers, ProbeOptions(probe_interval_s=options.probe_s), headers=lambda: key.headers)
+        file = await stack.enter_async_context(followed_leg_keys(options.leg_key_file))
+
+        def shown(worker: Worker) -> Headers:
+            return (*key.headers, *leg_headers(worker, file))
+
+        probes = Prober(workers, ProbeOptions(probe_interval_s=options.probe_s), headers=shown)
         await stack.enter_async_context(probes)
         yield

@@ -29,6 +29,7 @@ from kvxfer.router.upstream import (
     UpstreamTooLargeError,
     UpstreamUnprocessedError,
 )
+from kvxfer.router.worker_key import Headers
 
 log = logging.getLogger("kvxfer.router")
 
@@ -45,11 +46,17 @@ _ONE_FIELD = Fields(["a"])
 
 @contextlib.asynccontextmanager
 async def calling(
-    pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str, late: Callable[[bytes], None] | None = None
+    core: RouterCore,
+    worker: Worker,
+    leg: Leg,
+    deadlines: UpstreamDeadlines,
+    what: str,
+    late: Callable[[bytes], None] | None = None,
 ) -> AsyncIterator[UpstreamResponse]:
-    """The worker's 200, whose body the block reads. Raises LegFailed for anything else. ``late`` gets the whole answer
-    where the leg was given up and it came all the same."""
-    response = await _send(pool, leg, deadlines, what, late)
+    """The worker's 200, whose body the block reads. Raises LegFailed for anything else, and NoWorkerError where the
+    worker is not known. ``late`` gets the whole answer where the leg was given up and it came all the same."""
+    headers = (*leg.headers, *core.leg_headers(worker))
+    response = await _send(core.workers.pool(worker.ref), leg, headers, deadlines, what, late)
     async with response:
         if response.status != 200:
             raise LegFailed(failure.from_answer(what, response.status, await _error_content(response)))
@@ -119,7 +126,7 @@ def forgo(core: RouterCore, worker: Worker, leg: Leg) -> None:
             async with asyncio.timeout(FORGO_S):
                 for failures in itertools.count(1):
                     try:
-                        async with calling(core.workers.pool(worker.ref), leg, core.whole_deadlines, "decode"):
+                        async with calling(core, worker, leg, core.whole_deadlines, "decode"):
                             break
                     except LegFailed as failed:
                         if failed.failure.is_final:
@@ -133,12 +140,17 @@ def forgo(core: RouterCore, worker: Worker, leg: Leg) -> None:
 
 
 async def _send(
-    pool: UpstreamPool, leg: Leg, deadlines: UpstreamDeadlines, what: str, late: Callable[[bytes], None] | None
+    pool: UpstreamPool,
+    leg: Leg,
+    headers: Headers,
+    deadlines: UpstreamDeadlines,
+    what: str,
+    late: Callable[[bytes], None] | None,
 ) -> UpstreamResponse:
     tries = UNPROCESSED_MAX
     while True:
         try:
-            return await pool.request("POST", leg.path, leg.headers, leg.body, deadlines, late=late)
+            return await pool.request("POST", leg.path, headers, leg.body, deadlines, late=late)
         except UpstreamUnprocessedError as error:
             tries -= 1
             if not tries:

@@ -107,6 +107,9 @@ class RouterOptions(ServingLimits):
     worker_api_key_file: str = _option(
         "", "file with the API key that workers ask for, shown to all of them; empty: they are shown none of ours"
     )
+    leg_key_file: str = _option(
+        "", "file with keys, of which the first is shown to workers for which the coordinator hands out none"
+    )
     cors_origin: tuple[str, ...] = _option(
         (), "origin whose pages may read answers, as https://app.example.com, or *; may be repeated"
     )

@@ -159,10 +159,11 @@ class PassThrough:
         target = exchange.raw_target.decode("latin-1")
         rank = () if worker.dp_rank is None else ((headers.DATA_PARALLEL_RANK.encode(), b"%d" % worker.dp_rank),)
         body = [passed.body] if passed.body else []
+        shown = (*passed.headers, *rank, *self._core.leg_headers(worker))
         pool, deadlines = self._core.workers.pool(worker.ref), self._core.decode_deadlines
         for is_last in (*(False for _ in range(UNPROCESSED_MAX - 1)), True):
             try:
-                return await pool.request(exchange.method, target, (*passed.headers, *rank), body, deadlines)
+                return await pool.request(exchange.method, target, shown, body, deadlines)
             except UpstreamUnprocessedError:
                 if is_last:
                     raise

@@ -38,8 +38,10 @@ from kvxfer.router.upstream import WorkerPools
 from kvxfer.router.worker_key import WorkerKey, followed_worker_key
 from kvxfer.rpc import coordinator_tls, load_token, token_beside
 from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.leg_keys import LegKeyFile, followed_leg_keys
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import HttpServer, listening, ready_line, serving
+from kvxfer.serving.side_port import side_ports
 from kvxfer.serving.tls import ServerTls, TlsFiles
 from kvxfer.serving.watching import WatchedFiles
 
@@ -95,6 +97,8 @@ def check(options: RouterOptions) -> None:
     if options.token_file:
         load_token(options.token_file)
     coordinator_tls(options.coordinator_ca_file, options.coordinator_cert_file, options.coordinator_key_file)
+    if options.leg_key_file:
+        LegKeyFile(options.leg_key_file).load()
     if options.worker_api_key_file:
         WorkerKey().load(options.worker_api_key_file)
     check_workers(options, new_workers(options))
@@ -227,7 +231,9 @@ async def serve_workers(
     try:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(followed_admin_keys(admin_keys, options))
+            core.leg_keys = await stack.enter_async_context(followed_leg_keys(options.leg_key_file))
             core.worker_key = await stack.enter_async_context(followed_worker_key(options.worker_api_key_file))
+            side = await stack.enter_async_context(side_ports(app, options.host, options))
             tls = server_tls(options)
             if tls is not None:
                 await stack.enter_async_context(tls.watched)
@@ -247,7 +253,8 @@ async def serve_workers(
             if seat is not None:
                 seat.leave_port = functools.partial(_leave_port, http, listener)
             try:
-                on_ready(ready_line("router", options.host, listener, scheme="http" if tls is None else "https"))
+                scheme = "http" if tls is None else "https"
+                on_ready(ready_line("router", options.host, listener, scheme=scheme, **side))
                 await http.wait_ended(stop.wait())
                 await door.drain(options.shutdown_grace_s)
             finally:

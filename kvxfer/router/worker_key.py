@@ -1,6 +1,7 @@
-"""The API key that the router shows to its workers, from a file that is read again when it changes.
+"""What the router shows to its workers beside its certificate: the API key of a file that is read again when it
+changes, and the key of a worker's legs.
 
-Decides what such a file may say. It must never know which request carries the key.
+Decides what such a file may say, and which leg key counts. It must never know which request carries them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import AsyncIterator
 
 from kvxfer.errors import ConfigError
 from kvxfer.observe import hide
+from kvxfer.router.fleet.worker import Worker
+from kvxfer.serving.leg_keys import LEG_KEY, LegKeyFile
 from kvxfer.serving.watching import WatchedFiles
 
 POLL_S = 1.0
@@ -20,11 +23,19 @@ FILE_BYTES_MAX = 1 << 16
 _KEY = re.compile(r"[!-~]{1,1024}")
 
 
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+def leg_headers(worker: Worker, file: LegKeyFile) -> Headers:
+    """The key of a worker's legs: the coordinator's, else that of the file, else none."""
+    return ((LEG_KEY, worker.leg_key.encode("ascii")),) if worker.leg_key else file.headers
+
+
 class WorkerKey:
     """One key; none until a file is loaded."""
 
     def __init__(self) -> None:
-        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.headers: Headers = ()
         """What a request to a worker carries because of it."""
 
     def load(self, path: str) -> None:

@@ -93,6 +93,7 @@ class CoordinatorSession:
         self._is_connected = False
         self._attempts = 0
         self._last_error: KvxferError | None = None
+        self._leg_keys: tuple[bytes, ...] = ()
 
     async def start(self, timeout_s: float = 30.0) -> AgentRef:
         """Register, trying again while the coordinator cannot be reached; returns the agent's full name.
@@ -140,6 +141,12 @@ class CoordinatorSession:
     def last_error(self) -> KvxferError | None:
         """Why the last attempt ended; ``None`` while connected."""
         return self._last_error
+
+    @property
+    def leg_keys(self) -> tuple[bytes, ...]:
+        """Those that routers may show to this worker's HTTP port, as they were given last and before that. None before
+        :meth:`start` returned, of an agent without HTTP, and of a coordinator that gives none."""
+        return self._leg_keys
 
     def set_load(self, load: Load) -> None:
         """What the next heartbeat says. Callable from any thread."""
@@ -267,6 +274,7 @@ class CoordinatorSession:
             )
         if not (0 < message.welcome.heartbeat_ms <= 3_600_000 and 0 < message.welcome.dead_after_ms <= 3_600_000):
             raise ProtocolError(f"coordinator {self._targets.now} asks for impossible heartbeats")
+        self._keep_leg_keys(convert.read_leg_keys(message.welcome))
         self._ref = ref
         self._last_error = None
         self._backoff.reset()
@@ -274,6 +282,11 @@ class CoordinatorSession:
         if self._registered is not None and not self._registered.done():
             self._registered.set_result(ref)
         return message.welcome  # type: ignore[no-any-return]
+
+    def _keep_leg_keys(self, given: tuple[bytes, ...]) -> None:
+        """The keys of before stay until others come again: a router may hear of new ones later than this agent."""
+        if given and given != self._leg_keys[: len(given)]:
+            self._leg_keys = given + tuple(key for key in self._leg_keys if key not in given)[: len(given)]
 
     async def _send(self, call: Any, heartbeat_s: float) -> None:
         while True:
@@ -303,6 +316,7 @@ class CoordinatorSession:
                 await raise_status(self._targets.now, call)
             match message.WhichOneof("kind"):
                 case "membership":
+                    self._keep_leg_keys(convert.read_leg_keys(message.membership))
                     membership = self._mirror.apply(
                         convert.read_change(message.membership), is_last=message.membership.is_last
                     )

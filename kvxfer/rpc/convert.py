@@ -38,6 +38,7 @@ PROTOCOL_VERSION = 1
 POOLS_MAX = 64
 TEXT_BYTES_MAX = 1024
 LANES_MAX = 32
+LEG_KEYS_MAX = 8
 COUNT_MAX = (1 << 53) - 1
 NUMBER_MAX = (1 << 63) - 1
 PART_MEMBERS_MAX = 32
@@ -344,6 +345,18 @@ def read_change(message: pb.MembershipUpdate) -> Change:
         tuple(map(read_member, message.members)),
         tuple(map(read_ref, message.gone)),
     )
+
+
+def read_leg_secret(message: pb.MembershipUpdate) -> bytes:
+    """Empty: it is what it was, or there is none."""
+    return _raw("update.leg_secret", message.leg_secret, 0, 32)
+
+
+def read_leg_keys(message: pb.Welcome | pb.MembershipUpdate) -> tuple[bytes, ...]:
+    """Empty: they are what they were, or there are none."""
+    if len(message.leg_keys) > LEG_KEYS_MAX:
+        raise ProtocolError(f"more than LEG_KEYS_MAX={LEG_KEYS_MAX} leg keys")
+    return tuple(_raw("leg_keys", key, 32) for key in message.leg_keys)
 
 
 def write_change(

@@ -39,7 +39,8 @@ SILENCE_MAX_S = 60.0
 
 
 class MembershipWatch:
-    """An async context manager; inside it :attr:`membership` is the newest view known, connected or not.
+    """An async context manager; inside it :attr:`membership` is the newest view known, connected or not. A new
+    :attr:`leg_secret` counts as a new view.
 
     A lost coordinator changes nothing but :attr:`is_connected`: the last view stays, and the watch comes back for ever.
     """
@@ -72,6 +73,8 @@ class MembershipWatch:
         self._last_error: KvxferError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._readers: set[_Reader] = set()
+        self.leg_secret = b""
+        """From which the keys of legs follow (:mod:`kvxfer.protocol.leg_keys`). Empty: this watcher is given none."""
 
     @property
     def membership(self) -> Membership:
@@ -170,7 +173,11 @@ class MembershipWatch:
                     update = await call.read()
                 if update is EOF:
                     await raise_status(self._targets.now, call)
+                secret = convert.read_leg_secret(update)
                 membership = self._mirror.apply(convert.read_change(update), is_last=update.is_last)
+                if secret not in (b"", self.leg_secret):
+                    self.leg_secret = secret
+                    membership = membership or self._mirror.membership
                 silence_s = min(max(SILENCE_FACTOR * update.next_within_ms / 1e3, 1.0), SILENCE_MAX_S)
                 if membership is not None:
                     self._publish(membership)

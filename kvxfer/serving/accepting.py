@@ -193,13 +193,16 @@ class Acceptor:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(self._new_protocol, accepted)
             else:
-                await self._loop.connect_accepted_socket(
+                context = self._tls.context
+                transport, _ = await self._loop.connect_accepted_socket(
                     self._new_protocol,
                     accepted,
-                    ssl=self._tls.context,
+                    ssl=context,
                     ssl_handshake_timeout=self._handshake_timeout_s,
                     ssl_shutdown_timeout=WRITE_STALL_S,
                 )
+                if context is not self._tls.context and not self._tls.keeps_handshakes:
+                    transport.close()
         except OSError as error:
             accepted.close()
             log.debug("a connection was lost while it was opened: %s", error)

@@ -21,6 +21,8 @@ _log.setLevel(logging.ERROR)
 """What uvicorn says of clients, at lower levels, would let them fill the log."""
 
 ABORT = "kvxfer.abort"
+TLS = "kvxfer.tls"
+"""Extension of ASGI's scope: the TLS object of the connection, where it speaks TLS."""
 """In an ASGI scope's extensions: ``{"call": ...}`` with a function that cuts the connection. ASGI itself has none."""
 
 

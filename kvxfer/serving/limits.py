@@ -42,6 +42,8 @@ class ServingLimits:
     body_budget_bytes: int = _option(
         256 << 20, "what all bodies that are still arriving may hold together; the oldest is refused for more"
     )
+    probe_port: int | None = _option(None, "serve /live and /ready, and nothing else, on this port too, without TLS")
+    metrics_port: int | None = _option(None, "serve /metrics, and nothing else, on this port too, without TLS")
 
     def __post_init__(self) -> None:
         for name in ("body_timeout_s", "body_stall_s", "header_timeout_s"):
@@ -52,6 +54,10 @@ class ServingLimits:
             raise ConfigError(
                 f"body_budget_bytes {self.body_budget_bytes} must not be below max_body_bytes {self.max_body_bytes}"
             )
+        for name in ("probe_port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 65536:
+                raise ConfigError(f"{name} must be 0 to 65535, not {value}")
         if not 0 <= self.max_connections <= 1 << 20:
             raise ConfigError(f"max_connections must be 1 to {1 << 20}, or 0, not {self.max_connections}")
 

@@ -24,7 +24,7 @@ from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.serving.answers import whole_error
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.connections import ConnectionPhase, Connections
-from kvxfer.serving.cycle import ABORT, AsgiCycle
+from kvxfer.serving.cycle import ABORT, TLS, AsgiCycle
 from kvxfer.serving.direct import DirectExchange
 from kvxfer.serving.exchange import ExchangeHandler, FindHandler
 from kvxfer.serving.handling import run_handler
@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         self.client_name = ""
         self._client: tuple[str, int] | None = None
         self._server: tuple[str, int | None] | None = None
-        self._scheme = "http"
+        self._tls: Any = None
 
     # What the loop tells.
 
@@ -112,8 +112,7 @@ class Connection(asyncio.Protocol):
             self.client_name = "{}:{}".format(*self._client)
         if isinstance(own, tuple):
             self._server = (str(own[0]), int(own[1]))
-        if transport.get_extra_info("ssl_object") is not None:
-            self._scheme = "https"
+        self._tls = transport.get_extra_info("ssl_object")
         self._context.state.connections.add(self)  # type: ignore[arg-type]
         self._note_phase()
 
@@ -309,7 +308,7 @@ class Connection(asyncio.Protocol):
             "http_version": request.version,
             "server": self._server,
             "client": self._client,
-            "scheme": self._scheme,
+            "scheme": "http" if self._tls is None else "https",
             "method": request.method,
             "root_path": "",
             "path": request.path,
@@ -317,7 +316,7 @@ class Connection(asyncio.Protocol):
             "query_string": request.query,
             "headers": request.headers,
             "state": {},
-            "extensions": {ABORT: {"call": self.transport.abort}},
+            "extensions": {ABORT: {"call": self.transport.abort}, **({} if self._tls is None else {TLS: self._tls})},
         }
         self._turn = cycle = AsgiCycle(
             request,

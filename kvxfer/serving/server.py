@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from kvxfer.errors import ConfigError
 from kvxfer.serving.accepting import Acceptor, Turn
@@ -67,11 +68,19 @@ def ready_line(role: str, host: str, listener: socket.socket, *, scheme: str = "
 class HttpServer:
     """A server that runs."""
 
-    def __init__(self, running: asyncio.Task[None], connections: Connections, acceptor: Acceptor) -> None:
+    def __init__(
+        self, running: asyncio.Task[None], connections: Connections, acceptor: Acceptor, state: ServerState
+    ) -> None:
         self._running = running
         self.connections = connections
         self.stop_accepting = acceptor.stop
         """Accept no more connections, before the end of the block."""
+        self._state = state
+
+    def renew_connections(self) -> None:
+        """Keep no connection that is open: each closes now, or after the answer that is being made."""
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
 
     async def wait_ended(self, *events: Awaitable[object]) -> None:
         """Until the server has ended by itself, which is a failure, or the first of ``events``."""
@@ -136,7 +145,7 @@ async def serving(
         turn=turn,
     )
     running = asyncio.create_task(server.serve(sockets=[]), name=name)
-    http = HttpServer(running, connections, acceptor)
+    http = HttpServer(running, connections, acceptor, server.server_state)
     try:
         await http.wait_ended(server.listens.wait())
         if running.done():

@@ -41,6 +41,9 @@ class TlsFiles:
 class ServerTls:
     """The context for new connections; connections that are open keep theirs. Raises ConfigError for bad files."""
 
+    keeps_handshakes = True
+    """Whether a connection goes on that began under a context of before, and became one under this."""
+
     def __init__(self, files: TlsFiles, *, poll_s: float = POLL_S) -> None:
         self._files = files
         self.watched = WatchedFiles(files.paths, self.load, what="certificates", poll_s=poll_s)

@@ -154,7 +154,12 @@ class FollowedFiles:
 
 def fingerprint(pem: bytes) -> str:
     """SHA-256 of a certificate, in hex. Raises ValueError for bytes that are none."""
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).hexdigest()
+    return der_fingerprint(ssl.PEM_cert_to_DER_cert(pem.decode("ascii")))
+
+
+def der_fingerprint(der: bytes) -> str:
+    """As :func:`fingerprint`, of a certificate as TLS carries it."""
+    return hashlib.sha256(der).hexdigest()
 
 
 def read_file(setting: str, path: str) -> bytes:

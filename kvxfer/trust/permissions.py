@@ -82,3 +82,50 @@ def check(caller: CertIdentity | None, call: ControlCall, subject: Subject = NO_
         what = "with an http_url" if subject.has_http else "without an http_url"
         roles = ", ".join(sorted(allowed)) or "none"
         raise ForbiddenError(f"{caller} may not register {what} for the part {subject.role}: its parts are {roles}")
+
+
+class HttpPart(enum.StrEnum):
+    """What can be asked of a worker over HTTP."""
+
+    LEG = "leg"
+    """Everything that is not below: inference, models, prompts that are held for others."""
+    LOOK = "look"
+    """``/statistics``, and what is below ``/debug/``."""
+    METRICS = "metrics"
+    PROBE = "probe"
+    """``/live``, ``/ready``, ``/health``."""
+
+
+PARTS: dict[str, HttpPart] = {
+    "/statistics": HttpPart.LOOK,
+    "/debug": HttpPart.LOOK,
+    "/metrics": HttpPart.METRICS,
+    "/live": HttpPart.PROBE,
+    "/ready": HttpPart.PROBE,
+    "/health": HttpPart.PROBE,
+}
+WORKER_HTTP: dict[CertRole, frozenset[HttpPart]] = {
+    CertRole.ROUTER: frozenset(HttpPart),
+    CertRole.OPERATOR: frozenset({HttpPart.LOOK, HttpPart.METRICS, HttpPart.PROBE}),
+    CertRole.METRICS: frozenset({HttpPart.METRICS, HttpPart.PROBE}),
+}
+KEYLESS = frozenset({HttpPart.METRICS, HttpPart.PROBE})
+"""What a worker without certificates shows to every caller, also where it takes legs with a key only."""
+
+
+def part_of(path: str) -> HttpPart:
+    """Which part of a worker's HTTP ``path`` (percent-decoded) belongs to."""
+    if path.startswith("/debug/"):
+        return HttpPart.LOOK
+    return PARTS.get(path, HttpPart.LEG)
+
+
+def check_http(caller: CertIdentity, part: HttpPart) -> None:
+    """Return if ``caller`` may ask a worker for ``part``. Raises ForbiddenError."""
+    if part not in WORKER_HTTP.get(caller.role, frozenset()):
+        raise ForbiddenError(f"{caller} may not ask for {part} here: that is not for the role {caller.role}")
+
+
+def sends_legs(caller: CertIdentity | None) -> bool:
+    """Whether a watcher is given what the keys of legs are derived from; ``caller`` as :func:`check`'s."""
+    return caller is None or caller.role is CertRole.ROUTER

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections import Counter
 
+from kvxfer.protocol.leg_keys import leg_key
 from kvxfer.router.fleet.worker import BOOTSTRAP_PORT, BOOTSTRAPPED_DIALECTS, EngineDialect, Worker, WorkerSource
 from kvxfer.types import Dialect, Member, Membership
 
@@ -19,15 +20,22 @@ _DATA_PARALLEL = re.compile(r"_dp([0-9]{1,9})$")
 """The end of the name that vLLM gives to each engine of its data parallel."""
 
 
-def workers_of(membership: Membership) -> tuple[Worker, ...]:
-    """Every member, those without HTTP too."""
+def workers_of(membership: Membership, leg_secret: bytes = b"") -> tuple[Worker, ...]:
+    """Every member, those without HTTP too; with keys for their legs, which follow from ``leg_secret`` unless it is
+    empty."""
     followers = {
         member.ref.agent_id
         for member in membership.members
         if member.info.dialect == Dialect.VLLM and not member.info.http_url
     }
     front_ends = Counter(member.info.http_url for member in membership.members if member.info.dialect == Dialect.VLLM)
-    return tuple(_worker(member, followers, front_ends) for member in membership.members)
+    workers = (_worker(member, followers, front_ends) for member in membership.members)
+    if not leg_secret:
+        return tuple(workers)
+    return tuple(
+        dataclasses.replace(worker, leg_key=leg_key(leg_secret, worker.ref).hex()) if worker.url else worker
+        for worker in workers
+    )
 
 
 def _worker(member: Member, followers: set[str], front_ends: Counter[str]) -> Worker:

@@ -24,7 +24,7 @@ from kvxfer.router.fleet.entry import WorkerEntry
 from kvxfer.router.fleet.facts import EngineIdentity, read_metrics, read_models, read_server_info
 from kvxfer.router.fleet.kinds import failure_kind
 from kvxfer.router.fleet.pools import EnginePools
-from kvxfer.router.fleet.worker import EngineDialect
+from kvxfer.router.fleet.worker import EngineDialect, Worker
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.upstream import UpstreamDeadlines, UpstreamError, UpstreamLimits
 
@@ -81,14 +81,14 @@ class _Plan:
 
 
 class Prober:
-    """An async context manager: probes run inside it. ``headers`` gives what a probe carries (an API key)."""
+    """An async context manager: probes run inside it. ``headers`` gives what a probe of a worker carries (keys)."""
 
     def __init__(
         self,
         workers: Workers,
         options: ProbeOptions | None = None,
         *,
-        headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple,
+        headers: Callable[[Worker], Sequence[tuple[bytes, bytes]]] = lambda worker: (),
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -255,5 +255,5 @@ class Prober:
 
     async def _get(self, entry: WorkerEntry, target: str, bytes_max: int) -> tuple[int, bytes]:
         pool = self._pools.get(entry.worker.url)
-        async with await pool.request("GET", target, self._headers(), (), self._deadlines) as response:
+        async with await pool.request("GET", target, self._headers(entry.worker), (), self._deadlines) as response:
             return response.status, await response.read(bytes_max)

@@ -71,6 +71,8 @@ class Worker:
     """Agents of the engine; ``member`` is the first."""
     aliases: frozenset[str] = frozenset()
     """Names of models that it serves beside its member's."""
+    leg_key: str = dataclasses.field(default="", repr=False)
+    """What a router shows to it, where the coordinator says so."""
 
     @property
     def ref(self) -> AgentRef:

@@ -99,10 +99,10 @@ class Workers:
             self._is_connected = value
             self._weigh_suspicions()
 
-    def update(self, membership: Membership) -> None:
+    def update(self, membership: Membership, leg_secret: bytes = b"") -> None:
         """Take the coordinator's whole new view; an incarnation that it does not list has ended."""
         self._revision = membership.revision
-        self.replace(WorkerSource.COORDINATOR, workers_of(membership))
+        self.replace(WorkerSource.COORDINATOR, workers_of(membership, leg_secret))
 
     def replace(self, source: str, workers: Sequence[Worker]) -> None:
         """Take the whole new list of a source. A worker of which it says nothing new keeps its incarnation."""

@@ -16,7 +16,7 @@ import socket
 import time
 from typing import Any
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import KvxferError
@@ -42,6 +42,7 @@ from kvxfer.router.server import Ready, cors_of, fleet_options, followed_admin_k
 from kvxfer.router.tasks import cancel_all, finish
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.server import ready_line
+from kvxfer.serving.side_port import side_ports
 
 log = logging.getLogger("kvxfer.router")
 
@@ -65,6 +66,8 @@ def options_of_one(options: RouterOptions) -> RouterOptions:
     return dataclasses.replace(
         options,
         workers=1,
+        probe_port=None,  # and has these ports
+        metrics_port=None,
         admin_key_file="",  # the leader asks for the key
         api_key_file="",  # the leader tells what it says
         max_connections=math.ceil(options.max_connections / count),
@@ -95,7 +98,8 @@ async def serve_group(
             running = [asyncio.create_task(group.leader.run()), asyncio.create_task(group.measure_often())]
             running.append(asyncio.create_task(group.keys.cells.look_often()))
             try:
-                await group.run(on_ready=on_ready, stop=stop)
+                async with side_ports(group.control, options.host, options) as side:
+                    await group.run(on_ready=lambda line: on_ready(line | side), stop=stop)
             finally:
                 await finish(cancel_all(running))
     finally:
@@ -143,6 +147,12 @@ class Group:
         access = AdminAccess(admin_keys, is_loopback(options.host))
         front = Front(core, keys, self._door, cors)
         return build_app(core, keys, self._door, front, access, Bodies(options), cors)
+
+    async def control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: the control routes, as members pass them on."""
+        if scope["type"] == "http" and scope["path"] == "/metrics":
+            await self.measure()
+        await self._app(scope, receive, send)
 
     async def run(self, *, on_ready: Ready, stop: asyncio.Event) -> None:
         """Start all, say that they serve, and stop them when ``stop`` is set."""

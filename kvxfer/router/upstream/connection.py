@@ -14,6 +14,7 @@ import asyncio
 import collections
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +50,10 @@ class UpstreamConnection(asyncio.Protocol):
         *,
         on_free: Callable[[UpstreamConnection, bool], None],
         on_lost: Callable[[UpstreamConnection], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """``tls`` is the context with which it speaks TLS."""
+        self.tls = tls
         self._address = address
         self._limits = limits
         self._counters = counters

@@ -13,7 +13,7 @@ import asyncio
 import collections
 import math
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from kvxfer.errors import InvalidArgumentError
@@ -58,14 +58,15 @@ def _split(address: str | tuple[str, int], *, is_tls: bool) -> tuple[str, int, b
 
 
 class UpstreamPool:
-    """Made in a running loop. ``tls`` is the context to speak TLS with; an ``https://`` address has a default one."""
+    """Made in a running loop. ``tls`` is the context to speak TLS with, or gives the newest one: no connection with an
+    earlier one carries a new request. An ``https://`` address has a default one."""
 
     def __init__(
         self,
         address: str | tuple[str, int],
         limits: UpstreamLimits = _DEFAULT_LIMITS,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._host, self._port, is_tls = _split(address, is_tls=tls is not None)
         self._tls = (tls or ssl.create_default_context()) if is_tls else None
@@ -142,7 +143,7 @@ class UpstreamPool:
             while self._idle:
                 connection = self._idle.pop()
                 self.counters.idle -= 1
-                if connection.is_usable:
+                if connection.is_usable and connection.tls is self._newest_tls():
                     self.counters.reused += 1
                     return connection
                 connection.close()
@@ -219,13 +220,18 @@ class UpstreamPool:
         return connection
 
     async def _open(self) -> UpstreamConnection:
+        tls = self._newest_tls()
+
         def make() -> UpstreamConnection:
             return UpstreamConnection(
-                self.address, self._limits, self.counters, on_free=self._on_free, on_lost=self._on_lost
+                self.address, self._limits, self.counters, on_free=self._on_free, on_lost=self._on_lost, tls=tls
             )
 
-        _, connection = await self._loop.create_connection(make, self._host, self._port, ssl=self._tls)
+        _, connection = await self._loop.create_connection(make, self._host, self._port, ssl=tls)
         return connection
+
+    def _newest_tls(self) -> ssl.SSLContext | None:
+        return self._tls() if callable(self._tls) else self._tls
 
     def _on_free(self, connection: UpstreamConnection, is_kept: bool) -> None:
         self._busy.discard(connection)

@@ -6,11 +6,16 @@ Decides nothing about a connection; it must never know which engine is reached.
 from __future__ import annotations
 
 import ssl
+import time
 
 from kvxfer.errors import ConfigError
 from kvxfer.router.upstream.limits import UpstreamLimits
 from kvxfer.router.upstream.pool import UpstreamPool
+from kvxfer.serving.watching import WatchedFiles
 from kvxfer.trust.files import load_authorities, load_identity
+
+LOOK_S = 1.0
+"""How often it is looked whether the files have changed, if connections are asked for."""
 
 
 def worker_context(ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:
@@ -30,18 +35,29 @@ def worker_context(ca_file: str = "", cert_file: str = "", key_file: str = "") -
 
 
 class WorkerPools:
-    """Makes the pool of an address, as ``UpstreamPool`` itself does, with one context for all https:// addresses."""
+    """Makes the pool of an address, as ``UpstreamPool`` itself does, with one context for all https:// addresses: a new
+    one when the files have changed."""
 
     def __init__(self, ca_file: str = "", cert_file: str = "", key_file: str = "") -> None:
         self._files = (ca_file, cert_file, key_file)
-        self._context = worker_context(*self._files) if any(self._files) else None
+        self._watched = WatchedFiles(self._files, self._load, what="certificates for workers")
+        self._looked_s = time.monotonic()
+        self._context: ssl.SSLContext | None = None
+        if any(self._files):
+            self._load()
 
     def __call__(self, url: str, limits: UpstreamLimits | None = None) -> UpstreamPool:
-        return UpstreamPool(url, limits or UpstreamLimits(), tls=self._tls(url))
+        return UpstreamPool(url, limits or UpstreamLimits(), tls=self.context if url.startswith("https://") else None)
 
-    def _tls(self, url: str) -> ssl.SSLContext | None:
-        if not url.startswith("https://"):
-            return None
+    def context(self) -> ssl.SSLContext:
+        """Of new connections. Raises ConfigError where there is none yet and none can be made."""
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            self._watched.poll()
         if self._context is None:
-            self._context = worker_context(*self._files)
+            self._load()
+        assert self._context is not None
         return self._context
+
+    def _load(self) -> None:
+        self._context = worker_context(*self._files)

@@ -93,7 +93,7 @@ async def test_probe_of_an_engine_without_the_optional_pages_is_well() -> None:
 async def test_probe_without_an_answer_about_models_offers_no_worker_and_says_why() -> None:
     async with tiny_engines(1) as [engine]:
         engine.statuses["/v1/models"] = 401
-        async with probed(named(engine), headers=lambda: [(b"authorization", b"Bearer k")]) as workers:
+        async with probed(named(engine), headers=lambda worker: [(b"authorization", b"Bearer k")]) as workers:
             await until(lambda: "401" in workers.why_none())
             assert workers.candidates() == ()
             assert engine.headers[0]["authorization"] == "bearer k"

@@ -17,6 +17,8 @@ from kvxfer.openai.sse import EventDecoder
 from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams
 from kvxfer.types import TransferId
 
+TEST_LEG_KEY = "a-key-of-these-tests"
+"""Workers take it, beside those that the coordinator hands out to routers; a router passes none of a client's on."""
 ANSWER_S = 90.0
 """Longest wait for one answer: above every bound that a test states."""
 
@@ -75,7 +77,8 @@ def completion(prompt: Sequence[int] | str, max_tokens: int, model: str, **more:
 @contextlib.asynccontextmanager
 async def connected(timeout_s: float = ANSWER_S) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(trust_env=False, timeout=timeout_s, limits=limits) as client:
+    shown = {"x-kvxfer-leg-key": TEST_LEG_KEY}
+    async with httpx.AsyncClient(trust_env=False, timeout=timeout_s, limits=limits, headers=shown) as client:
         yield client
 
 

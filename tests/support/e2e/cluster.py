@@ -20,6 +20,7 @@ import httpx
 from kvxfer.cli.flags import to_flags
 from kvxfer.cli.stack import worker_environment
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
+from tests.support.e2e.client import TEST_LEG_KEY
 
 START_S = 90.0
 """A worker loads in 3 to 5 s on an idle machine; several that start on 2 busy cores take turns."""
@@ -51,7 +52,10 @@ class Cluster:
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
         self._paused: set[str] = set()
         self._last_address: dict[str, str] = {}
-        self._client = httpx.AsyncClient(trust_env=False, timeout=30.0)
+        self._leg_key_file = directory / "leg-key"
+        self._leg_key_file.touch(0o600)
+        self._leg_key_file.write_text(TEST_LEG_KEY)
+        self._client = httpx.AsyncClient(trust_env=False, timeout=30.0, headers={"x-kvxfer-leg-key": TEST_LEG_KEY})
 
     def _on_line(self, name: str, line: str) -> None:
         self.lines.append(f"[{name}] {line}")
@@ -87,7 +91,8 @@ class Cluster:
 
     async def worker(self, name: str, role: str, **flags: Any) -> Child:
         values = {"role": role, "model": str(self.model), "agent_id": name, "threads": 1, "coordinator": self.address}
-        return await self._start(name, "worker", {**values, "kv_cache_mb": 64, **flags})
+        values |= {"kv_cache_mb": 64, "leg_key_file": str(self._leg_key_file)}
+        return await self._start(name, "worker", values | flags)
 
     async def router(self, name: str = "router", **flags: Any) -> Child:
         return await self._start(name, "router", {"coordinator": self.address, "request_timeout_s": 60.0, **flags})

@@ -37,7 +37,14 @@ class Running:
 async def serving(path, **options):
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    values = {"model": str(path), "pool_blocks": 96, "threads": 1, "shutdown_grace_s": 0.5, **options}
+    values = {
+        "model": str(path),
+        "pool_blocks": 96,
+        "threads": 1,
+        "shutdown_grace_s": 0.5,
+        "leg_keys": False,
+        **options,
+    }
     task = asyncio.create_task(serve(WorkerOptions(**values), on_ready=ready.set_result, stop=stop))
     await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():

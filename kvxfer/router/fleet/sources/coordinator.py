@@ -8,6 +8,7 @@ from kvxfer.errors import CoordinatorUnavailableError
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.rpc import MembershipWatch
 from kvxfer.trust.files import FollowedFiles
+from kvxfer.types import Membership
 
 
 class CoordinatorSource:
@@ -16,7 +17,12 @@ class CoordinatorSource:
     def __init__(self, target: str, token: bytes, workers: Workers, *, tls: FollowedFiles | None = None) -> None:
         """``target`` is ``host:port``. With ``tls`` the certificate takes the place of ``token``."""
         self._workers = workers
-        self._watch = MembershipWatch(target, token, on_membership=workers.update, on_state=self._on_state, tls=tls)
+        self._watch = MembershipWatch(
+            target, token, on_membership=self._on_membership, on_state=self._on_state, tls=tls
+        )
+
+    def _on_membership(self, membership: Membership) -> None:
+        self._workers.update(membership, self._watch.leg_secret)
 
     def _on_state(self, is_connected: bool) -> None:
         self._workers.is_connected = is_connected
