@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import pathlib
+import ssl
 from typing import Any
 
 import httpx
 import pytest
 
+from kvxfer.protocol.leg_keys import leg_key
+from kvxfer.rpc import MembershipWatch
 from kvxfer.trust.identity import CertRole
 from tests.support.e2e.client import ask, completion
-from tests.support.e2e.cluster import Cluster, together
+from tests.support.e2e.cluster import Cluster, together, until
 from tests.support.e2e.reference import Reference, make_prompt
 from tests.support.trust import ClusterAuthority
 
@@ -71,3 +76,119 @@ async def test_legs_carry_the_coordinators_keys(
         tiny_reference.check(answer.token_ids, prompt, TOKENS)
         direct = await ask(cluster.url("d1"), completion(prompt, TOKENS, "tiny"))
         assert (direct.status, direct.error["code"]) == (401, "unauthenticated")
+
+
+ROTATE_S = 1.0
+ROTATIONS = 5
+
+
+async def load(cluster: Cluster, stop: asyncio.Event, router: str = "router") -> list[int]:
+    """Ask until ``stop`` is set, four at a time; the statuses."""
+    statuses: list[int] = []
+
+    async def ask_on(seed: int) -> None:
+        while not stop.is_set():
+            seed += 10
+            answer = await ask(cluster.url(router), completion(make_prompt(40, seed=seed), 2, "tiny"))
+            statuses.append(answer.status)
+
+    await asyncio.gather(*map(ask_on, range(4)))
+    return statuses
+
+
+@pytest.mark.deep
+async def test_keys_rotate_under_load_and_are_in_no_line(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
+    async with Cluster(tmp_path, tiny_model) as cluster:
+        await cluster.coordinator(leg_key_period_s=ROTATE_S)
+        await together(
+            cluster.router(workers=2),
+            cluster.router("one"),
+            cluster.worker("p1", "prefill", leg_key_file=None),
+            cluster.worker("d1", "decode", leg_key_file=None),
+        )
+        for router in ("router", "one"):
+            await cluster.seen("p1", "d1", router=router)
+        token = cluster.token_file.read_bytes().strip()
+        async with MembershipWatch(cluster.address, token) as watch:
+            secrets: set[bytes] = set()
+            stop = asyncio.Event()
+            loads = [asyncio.create_task(load(cluster, stop, router)) for router in ("router", "one")]
+
+            async def has_rotated() -> bool:
+                secrets.add(watch.leg_secret)
+                return len(secrets - {b""}) > ROTATIONS
+
+            try:
+                await until(has_rotated, "the keys to be replaced again and again", within_s=60.0)
+            finally:
+                stop.set()
+                answered = [status for statuses in await asyncio.gather(*loads) for status in statuses]
+            refs = [member.ref for member in watch.membership.members]
+        assert set(answered) == {200}
+        assert len(answered) > 20
+        keys = {leg_key(secret, ref).hex() for secret in secrets - {b""} for ref in refs}
+        keys |= {secret.hex() for secret in secrets - {b""}}
+        shown = "\n".join([*cluster.lines, json.dumps(await cluster.directory())])
+        assert not [key for key in keys if key in shown]
+
+
+@pytest.mark.deep
+async def test_certificates_and_cas_are_replaced_under_load(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
+    """The router's and the workers' certificates of legs are renewed by another CA, and the old CA is taken away."""
+    pytest.importorskip("cryptography")
+    old, new = ClusterAuthority(tmp_path / "old"), ClusterAuthority(tmp_path / "new")
+    believed = tmp_path / "believed.pem"
+    believed.write_bytes(old.ca_bytes)
+    holders = {CertRole.ROUTER: "r0", CertRole.PREFILL: "p1", CertRole.DECODE: "d1"}
+
+    def renew(ca: ClusterAuthority) -> None:
+        for role, name in holders.items():
+            issued = ca.issue(role, name)
+            for ending, path in (("pem", issued.cert_file), ("key", issued.key_file)):
+                (tmp_path / f"{name}.{ending}").write_bytes(path.read_bytes())
+
+    renew(old)
+    tls = {
+        name: {"cert_file": str(tmp_path / f"{name}.pem"), "key_file": str(tmp_path / f"{name}.key")}
+        for name in holders.values()
+    }
+
+    def worker_flags(name: str) -> dict[str, Any]:
+        flags = {f"tls_{key}": path for key, path in tls[name].items()}
+        return flags | {"tls_client_ca_file": str(believed), "leg_key_file": None}
+
+    async with Cluster(tmp_path, tiny_model) as cluster:
+        await cluster.coordinator()
+        await together(
+            cluster.router(worker_ca_file=str(believed), **{f"worker_{key}": path for key, path in tls["r0"].items()}),
+            cluster.worker("p1", "prefill", **worker_flags("p1")),
+            cluster.worker("d1", "decode", **worker_flags("d1")),
+        )
+        await cluster.seen("p1", "d1")
+        stale = ssl.create_default_context(cafile=str(believed))
+        stale.load_cert_chain(tmp_path / "r0.pem", tmp_path / "r0.key")
+        stale.check_hostname = False
+        stale.verify_mode = ssl.CERT_NONE
+        stop = asyncio.Event()
+        loading = asyncio.create_task(load(cluster, stop))
+
+        async def has_taken(count: int) -> bool:
+            said = [line for line in cluster.lines if "were read again" in line]
+            return all(sum(line.startswith(f"[{part}]") for line in said) >= count for part in ("router", "p1", "d1"))
+
+        try:
+            async with httpx.AsyncClient(verify=stale, trust_env=False) as client:
+                assert (await client.get(f"{cluster.url('d1')}/held")).status_code == 200
+                believed.write_bytes(old.ca_bytes + new.ca_bytes)
+                await until(lambda: has_taken(1), "both CAs to be believed", within_s=20.0)
+                renew(new)
+                await until(lambda: has_taken(2), "the new certificates to be shown", within_s=20.0)
+                believed.write_bytes(new.ca_bytes)
+                await until(lambda: has_taken(3), "the old CA to be gone", within_s=20.0)
+                with pytest.raises(httpx.TransportError):
+                    await client.get(f"{cluster.url('d1')}/held")
+        finally:
+            stop.set()
+            answered = await loading
+        assert set(answered) == {200}
+        assert len(answered) > 20

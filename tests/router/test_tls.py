@@ -181,6 +181,5 @@ async def test_a_started_router_with_all_of_it(
 
 def test_a_context_is_made_once_for_all_workers() -> None:
     pools = WorkerPools()
-    assert pools._tls("http://a:1") is None
-    assert isinstance(pools._tls("https://a:1"), ssl.SSLContext)
-    assert pools._tls("https://a:1") is pools._tls("https://b:1")
+    assert isinstance(pools.context(), ssl.SSLContext)
+    assert pools.context() is pools.context()
