@@ -132,8 +132,9 @@ $(AIPERF)/.installed-$(AIPERF_VERSION):
 	@touch $@
 
 # Each alert of deploy/prometheus over pages of a running service: promtool evaluates them. Debian has it in `prometheus`, which
-# is unpacked here and not installed; where apt cannot fetch it, a sentence says so, and the tests are skipped by name.
-nightly-alerts: install
+# is unpacked here and not installed; where apt cannot fetch it, a sentence says so, and the tests are skipped by name. And what
+# the chart's pods run, as processes.
+nightly-alerts: install $(DEPLOY)/.installed-$(HELM_VERSION)
 	@command -v promtool >/dev/null || [ -x build/promtool/usr/bin/promtool ] || .ci/fetch-promtool build/promtool || :
 	@$(PY) -m pytest -q -m nightly --junitxml=build/durations/$@.xml tests/deploy $(ARGS)
 

@@ -25,7 +25,7 @@ from tests.support.started import Started, kvxfer, ready
 
 pytestmark = [
     pytest.mark.checkout,
-    pytest.mark.deep,
+    pytest.mark.nightly,
     pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
 ]
 

@@ -29,7 +29,7 @@ def rendered(chart: Any, values: dict[str, Any]) -> str:
 def invalid(text: str, validate: Any) -> list[str]:
     """What Kubernetes' schemas refuse, and which objects: none for what is right."""
     found = []
-    for value in yaml.safe_load_all(text):
+    for value in yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if value and value["apiVersion"] in NATIVE:
             try:
                 validate.validate(value, KUBERNETES, strict=True)
