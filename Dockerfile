@@ -83,7 +83,7 @@ ARG TORCH_INDEX=
 RUN --mount=type=bind,from=builder,source=/wheels,target=/wheels \
     --mount=type=bind,from=builder,source=/src/constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} ${PIP_ARGS} \
-        "$(echo /wheels/kvxfer-*.whl)[router,engine]"
+        "$(echo /wheels/kvxfer-*.whl)[router,engine,etcd]"
 ENV PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/var/lib/kvxfer/cache \
     XDG_STATE_HOME=/var/lib/kvxfer/state

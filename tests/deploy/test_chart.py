@@ -87,8 +87,10 @@ def test_what_runs_kvxfer_is_a_command_with_options_that_it_takes(variant: str) 
 
 @every_variant
 def test_names_of_pods_are_names_of_agents(variant: str) -> None:
-    for one in rendered(variant).of("Deployment"):
-        check_agent_id(f"{one['metadata']['name']}-{'f' * 10}-{'x' * 5}.31")
+    found = rendered(variant)
+    for role in ("prefill", "decode"):
+        pod = f"{found.one('Deployment', role)['metadata']['name']}-{'f' * 10}-{'x' * 5}"
+        check_agent_id(f"{found.agent_id(role, pod)}.31")
 
 
 @every_variant
@@ -106,7 +108,9 @@ def test_vllm_is_given_what_it_and_the_connector_take(variant: str) -> None:
         assert transfer["kv_load_failure_policy"] == "recompute"
         options = ConnectorOptions.from_config(transfer["kv_role"], None, transfer["kv_connector_extra_config"])
         assert str(options.role) == component
-        assert options.agent_id == POD["$(POD_NAME)"]
+        assert options.agent_id == found.agent_id(component, POD["$(POD_NAME)"])
+        assert bool(options.coordinator_cert_file) is found.has_grpc_tls
+        assert bool(options.token_file) is not found.has_grpc_tls
         assert options.http_url == f"http://10.1.2.3:{given['--port']}"
         assert options.agent_config(31).bind_port == options.bind_port + 31
         if component == "prefill":
@@ -189,13 +193,12 @@ def test_paths_are_where_a_volume_has_them(variant: str) -> None:
             place, _, name = path.rpartition("/")
             volume = places[place]
             if "configMap" in volume:
-                (scripts,) = [one for one in rendered(variant).of("ConfigMap")]
-                assert volume["configMap"]["name"] == scripts["metadata"]["name"]
-                assert name in scripts["data"]
+                maps = {one["metadata"]["name"]: one["data"] for one in rendered(variant).of("ConfigMap")}
+                assert name in maps[volume["configMap"]["name"]]
             elif "items" in volume["secret"]:
                 assert name in {item["path"] for item in volume["secret"]["items"]}
             else:
-                assert name in ("tls.crt", "tls.key")
+                assert name in ("tls.crt", "tls.key", "ca.crt")
         used = {one["name"] for c in (*pod.get("initContainers", ()), *pod["containers"]) for one in c["volumeMounts"]}
         assert used == {one["name"] for one in pod["volumes"]}
 
@@ -224,7 +227,7 @@ def test_secrets_are_readable_for_our_user_alone(variant: str) -> None:
     for _, pod, _ in rendered(variant).containers():
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 10001
         for volume in pod["volumes"]:
-            if volume["name"] in ("secrets", "tls"):
+            if volume["name"] in ("secrets", "tls", "grpc-tls"):
                 assert volume["secret"]["defaultMode"] == 0o400
 
 

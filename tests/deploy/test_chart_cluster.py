@@ -11,9 +11,12 @@ import shlex
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from kvxfer.config import check_addresses
+from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.engine.http import WorkerHttp
 from kvxfer.policy.admit import AdmitOptions
 from kvxfer.router.admin import AdminAccess
@@ -82,6 +85,10 @@ def routes() -> dict[str, set[str]]:
         for name, app in (("router", router), ("kvxfer", worker.app()))
     }
     worker.close()
+    served = MetricsServer(CoordinatorMetrics(), "127.0.0.1", 0)
+    asked = {path: httpx.get(f"http://127.0.0.1:{served.port}{path}", trust_env=False) for path in ("/live", "/ready")}
+    found["coordinator"] = {path for path, answer in asked.items() if answer.json() == {"status": "ok"}}
+    served.close()
     return {**found, "vllm": {engine_flags.HEALTH}, "sglang": {engine_flags.HEALTH}}
 
 
@@ -92,15 +99,13 @@ def test_probes_ask_what_is_there(variant: str, routes: dict[str, set[str]]) -> 
         container = template["spec"]["containers"][0]
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[kind]
-            if component == "coordinator":  # the standard health service, which needs no token
-                assert probe["grpc"]["port"] == ports_of(template)["grpc"]
-                continue
             asked = probe["httpGet"]
-            assert asked["path"] in routes["router" if component == "router" else found.engine]
+            assert asked["path"] in routes[component if component in ("router", "coordinator") else found.engine]
             assert asked["port"] in ports_of(template)
+            assert (asked["port"] == "metrics") is (component == "coordinator")
             is_secure = component == "router" and "--insecure" not in words_of(template)
             assert asked.get("scheme", "HTTP") == ("HTTPS" if is_secure else "HTTP")
-        if component != "coordinator" and (component == "router" or found.engine == "kvxfer"):
+        if component in ("router", "coordinator") or found.engine == "kvxfer":
             assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
             assert container["livenessProbe"]["httpGet"]["path"] == "/live"
 
@@ -118,15 +123,28 @@ def test_services_name_ports_of_the_pods_that_they_select(variant: str) -> None:
 
 
 @every_variant
-def test_everyone_asks_the_coordinator_at_its_service(variant: str) -> None:
+def test_everyone_asks_the_coordinators_at_their_services(variant: str) -> None:
     found = rendered(variant)
-    asked = set(re.findall(r'(?:--coordinator=|\\"coordinator\\":\\")([^"\\,]+)', json.dumps(found.objects)))
+    asked = set(re.findall(r'(?:--coordinator=|\\"coordinator\\":\\")([^"\\]+)', json.dumps(found.objects)))
     if found.engine == "sglang":
         assert not asked
         return
     service = found.one("Service", "coordinator")
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
-    assert asked == {f"{service['metadata']['name']}:{ports['grpc']}"}
+    names = [s for s in found.of("Service") if component_of(s) == "coordinators"]
+    if "replicas" in VARIANTS[variant].get("coordinator", {}):
+        whole = found.one("StatefulSet", "coordinator")
+        assert [one["metadata"]["name"] for one in names] == [whole["spec"]["serviceName"]]
+        name, domain = whole["metadata"]["name"], f"{whole['spec']['serviceName']}.space.svc"
+        pods_asked = [f"{name}-{i}.{domain}:{ports['grpc']}" for i in range(whole["spec"]["replicas"])]
+        assert asked == {",".join(pods_asked)}
+    else:
+        assert not names
+        assert asked == {f"{service['metadata']['name']}:{ports['grpc']}"}
+    for one in (service, *names):  # a coordinator that is not ready still serves those that it knows
+        assert one["spec"]["publishNotReadyAddresses"] is True
+    for text in asked:
+        check_addresses("coordinator", text)
     own = words_of(pods(found)["coordinator"])
     assert flag(own, "--port") == str(ports["grpc"])
     assert flag(own, "--metrics-port") == str(ports["metrics"])
@@ -210,6 +228,8 @@ def test_who_may_reach_whom(variant: str) -> None:
         grpc = ports_of(pods(found)["coordinator"])["grpc"]
         assert all(may_reach(found, labels[one], "coordinator", grpc) for one in ("router", "prefill", "decode"))
         assert may_reach(found, outsider, "coordinator", grpc) is is_open
+        is_several = "replicas" in VARIANTS[variant].get("coordinator", {})
+        assert may_reach(found, labels["coordinator"], "coordinator", grpc) is (is_open or is_several)
     clients = VARIANTS[variant].get("networkPolicy", {}).get("clientsFrom")
     assert may_reach(found, outsider, "router", router) is (clients is None)
 
@@ -219,7 +239,10 @@ def test_budgets_are_of_pods(variant: str) -> None:
     found = rendered(variant)
     budgets = found.of("PodDisruptionBudget")
     is_on = VARIANTS[variant].get("prefill", {}).get("podDisruptionBudget", {}).get("enabled", True)
-    assert {component_of(one) for one in budgets} == ({"router", "prefill", "decode"} if is_on else set())
+    wanted = {"router", "prefill", "decode"} if is_on else set()
+    if "replicas" in VARIANTS[variant].get("coordinator", {}):
+        wanted.add("coordinator")
+    assert {component_of(one) for one in budgets} == wanted
     for one in budgets:
         labels = pods(found)[component_of(one)]["metadata"]["labels"]
         assert selects(one["spec"]["selector"]["matchLabels"], labels)
@@ -263,10 +286,11 @@ def test_workers_drain_at_each_router_by_its_name(variant: str) -> None:
         container = pods(found)[role]["spec"]["containers"][0]
         variables = {one["name"]: one.get("value", "") for one in container["env"]}
         assert shlex.split(variables["DRAIN_ROUTERS"]) == urls
+        assert variables["DRAIN_AGENT"] == found.agent_id(role, "$(POD_NAME)")
         assert variables["DRAIN_LIVE_URL"].endswith(
             f":{ports_of(pods(found)[role])['http']}" + {"kvxfer": "/live", "vllm": engine_flags.HEALTH}[found.engine]
         )
-    for certificate in found.of("Certificate"):
+    for certificate in found.certificates("tls").values():
         assert f"*.{domain}" in certificate["spec"]["dnsNames"]
         tls = [one for one in pods(found)["router"]["spec"]["volumes"] if one["name"] == "tls"]
         assert tls[0]["secret"]["secretName"] == certificate["spec"]["secretName"]
@@ -305,7 +329,7 @@ def test_prometheus_scrapes_ports_of_services(variant: str) -> None:
         assert scraped["port"] in {port["name"] for port in service["spec"]["ports"]}
         is_secure = component_of(one) == "router" and "--insecure" not in words_of(pods(found)["router"])
         assert scraped.get("scheme", "http") == ("https" if is_secure else "http")
-        for certificate in found.of("Certificate"):
+        for certificate in found.certificates("tls").values():
             if is_secure:
                 assert scraped["tlsConfig"]["serverName"] in certificate["spec"]["dnsNames"]
     for rule in found.of("PrometheusRule"):

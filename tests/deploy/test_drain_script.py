@@ -43,7 +43,7 @@ class Pod:
             stderr=asyncio.subprocess.STDOUT,
             env=environment(
                 PATH=self._path,
-                POD_NAME=worker["agent_id"],
+                DRAIN_AGENT=worker["agent_id"],
                 DRAIN_ROUTERS=routers,
                 DRAIN_SECONDS="60",
                 DRAIN_LIVE_URL=live_url,

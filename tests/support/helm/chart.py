@@ -37,6 +37,22 @@ _BARE: dict[str, Any] = {
 _CERTIFICATE: dict[str, Any] = {
     "tls": {"router": {"enabled": True, "certManager": {"enabled": True, "issuer": "ours", "dnsNames": ["llm.test"]}}}
 }
+_GRPC_TLS: dict[str, Any] = {
+    "cluster": "one",
+    "enabled": True,
+    "certManager": {"enabled": True, "issuer": "ours", "issuerKind": "Issuer"},
+    "revoked": ["kvxfer://one/prefill/prefill", "ab" * 32],
+}
+_TRUSTED: dict[str, Any] = {
+    "tls": {**_CERTIFICATE["tls"], "grpc": _GRPC_TLS},
+    "coordinator": {"replicas": 3, "store": "etcd:etcd-0.etcd:2379,etcd-1.etcd:2379"},
+}
+_NAMED_SECRETS = {name: f"our-{name}" for name in ("coordinator", "router", "prefill", "decode")}
+_OWN_TRUST: dict[str, Any] = {
+    "fullnameOverride": "a-name-that-is-much-too-long-for-what-it-names",
+    "tls": {"grpc": {"enabled": True, "secretNames": _NAMED_SECRETS}},
+    "coordinator": {"store": "sqlite"},
+}
 _SCALED: dict[str, Any] = {
     "router": {"autoscaling": {"enabled": True, "maxReplicas": 5}},
     "prefill": {"autoscaling": {"enabled": True, "kind": "keda"}},
@@ -71,6 +87,11 @@ for _engine in ("kvxfer", "vllm", "sglang"):
         f"{_engine}-scaled": {**_kind, **_SCALED},
         f"{_engine}-other": {**_kind, **_OTHER, "prefill": _POOL, "decode": _POOL},
     }
+    if _engine != "sglang":
+        VARIANTS |= {
+            f"{_engine}-trusted": {**_kind, **_TRUSTED, **_POLICIES},
+            f"{_engine}-own-trust": {**_kind, **_OWN_TRUST},
+        }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replicas": ({"router": {"replicas": "two"}}, "/router/replicas"),
@@ -80,7 +101,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown at the top": ({"routers": {}}, "routers"),
     "quantity": ({"workers": {"sharedMemory": "8 GB"}}, "/workers/sharedMemory"),
     "no secret": ({"secrets": {"name": ""}}, "/secrets/name"),
-    "tls of gRPC": ({"tls": {"grpc": {"enabled": True}}}, "tls.grpc.enabled"),
+    "tls of gRPC without secrets": ({"tls": {"grpc": {"enabled": True}}}, "tls.grpc.secretNames.coordinator"),
+    "tls of gRPC without a cluster": ({"tls": {"grpc": {**_GRPC_TLS, "cluster": ""}}}, "tls.grpc.cluster"),
+    "tls of gRPC without an issuer": (
+        {"tls": {"grpc": {**_GRPC_TLS, "certManager": {"enabled": True}}}},
+        "tls.grpc.certManager.issuer",
+    ),
+    "no tls of gRPC": ({"tls": {"grpc": {**_GRPC_TLS, "enabled": False}}}, "tls.grpc.enabled"),
+    "none to revoke": ({"tls": {"grpc": {"revoked": ["ab" * 32]}}}, "tls.grpc.revoked"),
+    "a wrong revoked one": ({"tls": {"grpc": {**_GRPC_TLS, "revoked": ["p0"]}}}, "/tls/grpc/revoked"),
+    "a wrong cluster": ({"tls": {"grpc": {**_GRPC_TLS, "cluster": "One"}}}, "/tls/grpc/cluster"),
+    "tls of gRPC without a coordinator": ({"engine": "sglang", "tls": {"grpc": _GRPC_TLS}}, "engine sglang"),
+    "coordinators without a store": ({"coordinator": {"replicas": 2}}, "coordinator.store"),
+    "coordinators on one disk": ({"coordinator": {"replicas": 2, "store": "sqlite"}}, "coordinator.store"),
+    "a wrong store": ({"coordinator": {"store": "redis:a:1"}}, "/coordinator/store"),
     "tls of workers": ({"tls": {"workers": {"enabled": True}}}, "tls.workers.enabled"),
     "tls without a secret": ({"tls": {"router": {"enabled": True}}}, "tls.router.secretName"),
     "no issuer": ({"tls": {"router": {"enabled": True, "certManager": {"enabled": True}}}}, "certManager.issuer"),
@@ -113,6 +147,19 @@ class Rendered:
         """Components, and what their pods are made from."""
         for value in self.of("Deployment", "StatefulSet"):
             yield component_of(value), value["spec"]["template"]
+
+    def certificates(self, what: str) -> dict[str, dict[str, Any]]:
+        """By component, those whose secrets end so: ``tls`` of HTTP, ``grpc`` of calls to the coordinator."""
+        found = [one for one in self.of("Certificate") if one["spec"]["secretName"].endswith(f"-{what}")]
+        return {component_of(one): one for one in found}
+
+    @property
+    def has_grpc_tls(self) -> bool:
+        return bool(VARIANTS[self.name].get("tls", {}).get("grpc"))
+
+    def agent_id(self, role: str, pod: str) -> str:
+        """Of a pod of that pool."""
+        return f"{role}.{pod}" if self.has_grpc_tls else pod
 
     def containers(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """(component, pod, container), those that come first included."""

@@ -6,6 +6,6 @@ if [ -s "$DRAIN_CA_FILE" ]; then
     export SSL_CERT_FILE="$DRAIN_CA_FILE"
 fi
 for router in $DRAIN_ROUTERS; do
-    kvxfer drain "$POD_NAME" --router "$router" --admin-key-file "$DRAIN_ADMIN_KEY_FILE" --wait "$DRAIN_SECONDS" &
+    kvxfer drain "$DRAIN_AGENT" --router "$router" --admin-key-file "$DRAIN_ADMIN_KEY_FILE" --wait "$DRAIN_SECONDS" &
 done
 wait

@@ -7,14 +7,14 @@ args:
   {{- with .root.Values.model.servedName }}
   - --served-model-name={{ . }}
   {{- end }}
-  - --agent-id=$(POD_NAME)
+  - --agent-id={{ include "kvxfer.agent-id" . }}
   - --host=0.0.0.0
   - --insecure
   - --advertise-host=$(POD_IP)
   - --port={{ .root.Values.workers.port }}
   - --data-port={{ .root.Values.workers.dataPort }}
-  - --coordinator={{ include "kvxfer.fullname" .root }}-coordinator:{{ .root.Values.coordinator.port }}
-  - --token-file=/etc/kvxfer/secrets/cluster-token
+  - --coordinator={{ include "kvxfer.coordinators" .root }}
+  {{- include "kvxfer.proof-flags" .root | nindent 2 }}
   - --shutdown-grace-s={{ .root.Values.workers.shutdownGraceSeconds }}
   - --log-style=json
 {{- with .pool.extraArgs }}{{ toYaml . | nindent 2 }}{{ end }}
@@ -23,11 +23,18 @@ args:
 {{- define "kvxfer.engine.vllm" -}}
 {{- $values := .root.Values -}}
 {{- $extra := dict
-    "coordinator" (printf "%s-coordinator:%v" (include "kvxfer.fullname" .root) $values.coordinator.port)
-    "agent_id" "$(POD_NAME)"
+    "coordinator" (include "kvxfer.coordinators" .root)
+    "agent_id" (include "kvxfer.agent-id" .)
     "http_url" (printf "http://$(POD_IP):%v" $values.workers.port)
     "bind_host" "0.0.0.0" "bind_port" $values.workers.dataPort "advertise_host" "$(POD_IP)"
-    "insecure" true "token_file" "/etc/kvxfer/secrets/cluster-token" -}}
+    "insecure" true -}}
+{{- if $values.tls.grpc.enabled -}}
+{{- range $part, $file := dict "ca" "ca.crt" "cert" "tls.crt" "key" "tls.key" -}}
+{{- $_ := set $extra (printf "coordinator_%s_file" $part) (printf "/etc/kvxfer/grpc-tls/%s" $file) -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $extra "token_file" "/etc/kvxfer/secrets/cluster-token" -}}
+{{- end -}}
 {{- $transfer := dict
     "kv_connector" "KvxferConnector" "kv_role" (ternary "kv_producer" "kv_consumer" (eq .role "prefill"))
     "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra -}}
@@ -65,6 +72,8 @@ args:
 
 {{/* Variables beside those that every worker gets. */}}
 {{- define "kvxfer.engine-env" -}}
+{{- $role := .role -}}
+{{- with .root -}}
 {{- if eq .Values.engine "sglang" -}}
 - {name: SGLANG_HOST_IP, value: $(POD_IP)}
 - {name: KVXFER_SGLANG_HOST, value: 0.0.0.0}
@@ -72,16 +81,19 @@ args:
 - {name: KVXFER_SGLANG_INSECURE, value: "1"}
 - {name: KVXFER_SGLANG_TOKEN_FILE, value: /etc/kvxfer/secrets/cluster-token}
 {{- else -}}
+{{- $root := . -}}
 {{- $name := include "kvxfer.fullname" . -}}
 {{- $routers := list -}}
 {{- range $i := until (int (ternary .Values.router.autoscaling.maxReplicas .Values.router.replicas .Values.router.autoscaling.enabled)) -}}
-{{- $routers = append $routers (printf "%s://%s-router-%d.%s-routers.%s.svc:%v" (include "kvxfer.router-scheme" $) $name $i $name $.Release.Namespace $.Values.router.port) -}}
+{{- $routers = append $routers (printf "%s://%s-router-%d.%s-routers.%s.svc:%v" (include "kvxfer.router-scheme" $root) $name $i $name $root.Release.Namespace $root.Values.router.port) -}}
 {{- end -}}
+- {name: DRAIN_AGENT, value: {{ include "kvxfer.agent-id" (dict "root" . "role" $role) }}}
 - {name: DRAIN_ROUTERS, value: {{ join " " $routers | quote }}}
 - {name: DRAIN_SECONDS, value: {{ .Values.workers.drainSeconds | quote }}}
 - {name: DRAIN_LIVE_URL, value: {{ printf "http://127.0.0.1:%v%s" .Values.workers.port (ternary "/live" "/health" (eq .Values.engine "kvxfer")) | quote }}}
 - {name: DRAIN_ADMIN_KEY_FILE, value: /etc/kvxfer/secrets/admin-key}
 - {name: DRAIN_CA_FILE, value: {{ ternary "/etc/kvxfer/router-ca/ca.crt" "" .Values.tls.router.enabled | quote }}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

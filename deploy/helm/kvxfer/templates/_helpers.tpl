@@ -1,9 +1,9 @@
 {{- define "kvxfer.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 32 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 28 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) | trunc 32 | trimSuffix "-" -}}
+{{- (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) | trunc 28 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -37,6 +37,25 @@ imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 
 {{- define "kvxfer.uses-coordinator" -}}
 {{- if ne .Values.engine "sglang" }}true{{ end -}}
+{{- end -}}
+
+{{/* One Deployment, or a StatefulSet, whose pods have names that everyone knows. */}}
+{{- define "kvxfer.has-several-coordinators" -}}
+{{- if gt (int .Values.coordinator.replicas) 1 }}true{{ end -}}
+{{- end -}}
+
+{{/* What agents and routers are told: host:port of each, with commas. */}}
+{{- define "kvxfer.coordinators" -}}
+{{- $name := printf "%s-coordinator" (include "kvxfer.fullname" .) -}}
+{{- $found := list -}}
+{{- if include "kvxfer.has-several-coordinators" . -}}
+{{- range $i := until (int .Values.coordinator.replicas) -}}
+{{- $found = append $found (printf "%s-%d.%ss.%s.svc:%v" $name $i $name $.Release.Namespace $.Values.coordinator.port) -}}
+{{- end -}}
+{{- else -}}
+{{- $found = append $found (printf "%s:%v" $name .Values.coordinator.port) -}}
+{{- end -}}
+{{- join "," $found -}}
 {{- end -}}
 
 {{- define "kvxfer.router-scheme" -}}
@@ -86,11 +105,14 @@ securityContext:
 
 {{/* What is not there is refused, rather than rendered as if it were. */}}
 {{- define "kvxfer.refusals" -}}
-{{- if .Values.tls.grpc.enabled -}}
-{{- fail "tls.grpc.enabled: kvxfer has no TLS between agents, routers and the coordinator yet; keep it off, and networkPolicy.enabled on" -}}
-{{- end -}}
+{{- include "kvxfer.grpc-refusals" . -}}
 {{- if .Values.tls.workers.enabled -}}
-{{- fail "tls.workers.enabled: kvxfer's workers serve HTTP without TLS yet; keep it off, and networkPolicy.enabled on" -}}
+{{- fail "tls.workers.enabled: the chart gives routers and workers no certificates for the HTTP between them yet; keep it off, and networkPolicy.enabled on" -}}
+{{- end -}}
+{{- with .Values.coordinator -}}
+{{- if and (gt (int .replicas) 1) (not (hasPrefix "etcd:" .store)) -}}
+{{- fail (printf "coordinator.store: %d coordinators need a store that they share, etcd:HOST:PORT,..., and not %s" (int .replicas) .store) -}}
+{{- end -}}
 {{- end -}}
 {{- with .Values.tls.router -}}
 {{- if and .certManager.enabled (not .enabled) -}}
