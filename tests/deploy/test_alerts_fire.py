@@ -16,8 +16,10 @@ from kvxfer.types import Role
 from tests.support.alerts import MISSING, PROMTOOL, alerts, firing
 from tests.support.e2e.client import ask, completion, leg, new_transfer_id
 from tests.support.e2e.cluster import Cluster
+from tests.support.etcd import etcd_nodes, needs_etcd
 from tests.support.fake_workers import FakeWorker, eventually, failing, router_over
 from tests.support.routers import site
+from tests.support.trust import ClusterAuthority, coordinator_process
 
 pytestmark = [
     pytest.mark.checkout,
@@ -37,6 +39,8 @@ def fires(*names: str) -> set[str]:
 
 PAIR = fires("KvxferPairFails")
 COORDINATOR = fires("KvxferCoordinatorLost")
+STORE = fires("KvxferStoreUnavailable")
+CERTIFICATE = fires("KvxferCertificateEnds")
 NO_PREFILL = fires("KvxferPromptsComputedAtDecode")
 NOT_READY = fires("KvxferRouterNotReady", "KvxferRequestsFail")
 STRANDED = fires("KvxferBlocksStranded")
@@ -113,6 +117,46 @@ async def test_a_coordinator_that_is_gone(cluster: Cluster, tmp_path: pathlib.Pa
     await check_fires(COORDINATOR, tmp_path, urls, fault)
     only_workers = {"decode": (await page(urls["decode"]),) * 2}
     assert firing(only_workers, COORDINATOR, tmp_path)[1] == COORDINATOR
+
+
+@needs_etcd
+async def test_a_store_that_cannot_be_had(tmp_path: pathlib.Path) -> None:
+    """What is running goes on, and only an alert shows it."""
+    with etcd_nodes(tmp_path, 1) as nodes:
+        options = {"store": f"etcd:{nodes.endpoints}", "metrics_port": "0"}
+        async with coordinator_process(tmp_path, options) as coordinator:
+            up = "kvxfer_coordinator_store_available 1"
+            await eventually(lambda: has(coordinator.metrics_url, up), within_s=30)
+
+            async def fault() -> None:
+                nodes.kill(0)
+                await eventually(lambda: has(coordinator.metrics_url, up[:-1] + "0"), within_s=30)
+
+            await check_fires(STORE, tmp_path, {"coordinator": coordinator.metrics_url}, fault)
+
+
+async def test_a_certificate_that_nobody_renews(tmp_path: pathlib.Path) -> None:
+    """From 20 days to 5, by files that changed: the alert goes by the certificate that is used."""
+    authority = ClusterAuthority(tmp_path / "certs")
+    options = {**authority.coordinator_options(days=20), "metrics_port": "0"}
+    async with coordinator_process(tmp_path, options) as coordinator:
+        name = "kvxfer_coordinator_certificate_ends_timestamp_seconds"
+
+        async def ends() -> str:
+            page_now = await page(coordinator.metrics_url)
+            return next(line for line in page_now.splitlines() if line.startswith(f"{name} "))
+
+        first = await ends()
+
+        async def fault() -> None:
+            authority.coordinator_options(days=5)
+
+            async def changed() -> bool:
+                return await ends() != first
+
+            await eventually(changed, within_s=30)
+
+        await check_fires(CERTIFICATE, tmp_path, {"coordinator": coordinator.metrics_url}, fault)
 
 
 async def test_a_router_without_workers(cluster: Cluster, tmp_path: pathlib.Path) -> None:

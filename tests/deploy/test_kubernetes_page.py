@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.trust.identity import CertIdentity
 from tests.support.helm import engine_flags
 from tests.support.helm.chart import CHART, VARIANTS, default_values
 
@@ -27,7 +28,9 @@ def blocks(language: str, section: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-@pytest.mark.parametrize("section", ["Install", "Certificates of the routers"])
+@pytest.mark.parametrize(
+    "section", ["Install", "Certificates for the coordinator", "Certificates of the routers", "Coordinators"]
+)
 def test_values_of_the_page_are_the_charts(section: str) -> None:
     def check(given: Any, known: Any, at: str) -> None:
         if isinstance(given, dict) and isinstance(known, dict) and known and at not in (".serviceMonitor.labels",):
@@ -43,7 +46,9 @@ def test_values_of_the_page_are_the_charts(section: str) -> None:
 
 def test_each_value_that_the_page_names_is_there() -> None:
     named = set(
-        re.findall(r"`((?:tls|model|router|workers|prefill|decode|networkPolicy|prometheusRule)\.[\w.]+)`", PAGE)
+        re.findall(
+            r"`((?:tls|model|coordinator|router|workers|prefill|decode|networkPolicy|prometheusRule)\.[\w.]+)`", PAGE
+        )
     )
     assert len(named) > 10
     for name in named - {"decode.replicas"}:
@@ -91,3 +96,17 @@ def test_the_page_counts_what_is_rendered() -> None:
     assert f"{len(VARIANTS)} sets of values" in PAGE
     for script in re.findall(r"`(files/[\w.]+)`", PAGE):
         assert (CHART / script).is_file()
+
+
+def test_the_names_that_certificates_must_have_are_those_that_the_chart_asks_for() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| `(kvxfer://\S+)` \| (?:`(\S+)`)? ?\| `RELEASE-kvxfer-(\S+)` \|$", PAGE, re.MULTILINE
+    )
+    template = (CHART / "templates" / "monitoring.yaml").read_text()
+    assert '"kvxfer://%s/%s/%s" $root.Values.tls.grpc.cluster $component $component' in template
+    assert len(rows) == 4
+    for component, uri, host, secret in rows:
+        identity = CertIdentity.parse(uri)
+        assert (str(identity.role), identity.name) == (component, component)
+        assert host == (identity.coordinator_host if component == "coordinator" else "")
+        assert secret == f"{component}-grpc"

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 
 import yaml
@@ -40,10 +41,14 @@ def samples(page: str, job: str) -> Samples:
 
 def series(before: Samples, after: Samples) -> list[dict[str, str]]:
     """What was scraped first, for some minutes, then what was scraped last: a counter grows in each minute by what it
-    grew between the two, a gauge stays. A series that is gone at the end is left out."""
+    grew between the two, a gauge stays. A series that is gone at the end is left out. The clock of promtool begins at
+    0: that is now."""
     lines = []
+    scraped_s = time.time()
     for (name, labels), (value, is_counter) in after.items():
         was = before.get((name, labels), (0.0 if is_counter else value, is_counter))[0]
+        if name.endswith("_timestamp_seconds"):
+            value, was = (one - scraped_s if one else one for one in (value, was))
         shown = ",".join(f"{label}={json.dumps(text)}" for label, text in labels)
         more = f"{value}+{value - was}x{END_M}" if is_counter else f"{value}x{END_M}"
         lines.append({"series": f"{name}{{{shown}}}", "values": f"{was}x{FAULT_AT_M - 1} {more}"})

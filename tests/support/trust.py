@@ -38,12 +38,12 @@ class ClusterAuthority:
     def ca_bytes(self) -> bytes:
         return (self.directory / authority.CA_CERT).read_bytes()
 
-    def issue(self, role: CertRole, name: str) -> authority.Issued:
+    def issue(self, role: CertRole, name: str, *, days: float = 5) -> authority.Issued:
         """New files for that name; files of an earlier certificate of that name are gone."""
         for ending in ("pem", "key"):
             (self.directory / f"{role}-{name}.{ending}").unlink(missing_ok=True)
         identity = CertIdentity(self.cluster, role, name)
-        return authority.issue(self.directory, identity, hosts=["127.0.0.1"], days=5, now=_now())
+        return authority.issue(self.directory, identity, hosts=["127.0.0.1"], days=days, now=_now())
 
     def followed(self, role: CertRole, name: str, *, ca_file: str = "") -> FollowedFiles:
         """What a client shows. ``ca_file``: what it believes, if not this CA."""
@@ -53,9 +53,9 @@ class ClusterAuthority:
             return FollowedFiles(own)
         return ForcedFiles(own, ca=pathlib.Path(ca_file).read_bytes())
 
-    def coordinator_options(self, name: str = "c0") -> dict[str, str]:
+    def coordinator_options(self, name: str = "c0", *, days: float = 5) -> dict[str, str]:
         """The coordinator's options."""
-        issued = self.issue(CertRole.COORDINATOR, name)
+        issued = self.issue(CertRole.COORDINATOR, name, days=days)
         return {
             "tls_cert_file": str(issued.cert_file),
             "tls_key_file": str(issued.key_file),
@@ -84,6 +84,7 @@ class CoordinatorProcess:
     def __init__(self, process: asyncio.subprocess.Process, ready: dict[str, Any]) -> None:
         self.process = process
         self.address = str(ready["address"])
+        self.metrics_url = str(ready["http_url"] or "")
         self.lines: list[dict[str, Any]] = []
 
     def audited(self, **fields: Any) -> list[dict[str, Any]]:
