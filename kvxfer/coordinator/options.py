@@ -59,6 +59,15 @@ class CoordinatorOptions:
             "etcd:HOST:PORT,HOST:PORT (several coordinators)"
         },
     )
+    store_ca_file: str = dataclasses.field(
+        default="", metadata={"help": "PEM file with the CAs of etcd's certificates; empty: no TLS to etcd"}
+    )
+    store_cert_file: str = dataclasses.field(
+        default="", metadata={"help": "PEM file with the certificate to show to etcd; empty: none"}
+    )
+    store_key_file: str = dataclasses.field(
+        default="", metadata={"help": "PEM file with that certificate's key; empty: it is in store_cert_file"}
+    )
     advertise_address: str = dataclasses.field(
         default="",
         metadata={"help": "host:port at which other coordinators reach this one, where that is not --host and --port"},
@@ -106,6 +115,8 @@ class CoordinatorOptions:
             ("tls_client_ca_file", "tls_cert_file"),
             ("tls_cert_file", "tls_client_ca_file"),
             ("revoked_file", "tls_cert_file"),
+            ("store_cert_file", "store_ca_file"),
+            ("store_key_file", "store_cert_file"),
         ):
             if getattr(self, name) and not getattr(self, needed):
                 raise ConfigError(f"{name} needs {needed}")
@@ -116,6 +127,8 @@ class CoordinatorOptions:
                 "--insecure on a network that you trust"
             )
         check_store("store", self.store)
+        if self.store_ca_file and not self.store.startswith("etcd:"):
+            raise ConfigError(f"store_ca_file is for a store in etcd, not for {self.store!r:.100}")
         if self.advertise_address:
             check_address("advertise_address", self.advertise_address)
         HostList("allow_http_host", self.allow_http_host)

@@ -26,7 +26,7 @@ from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.peers import PeerWatches
 from kvxfer.coordinator.service import CoordinatorService
-from kvxfer.coordinator.store import Store, make_store
+from kvxfer.coordinator.store import EtcdFiles, Store, make_store
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.observe import hide
 from kvxfer.protocol.directory import Directory
@@ -73,7 +73,8 @@ async def serve(
     revoked = RevokedList(options.revoked_file)
     gate = Gate(files.newest.identity.cluster if files is not None else "", revoked, metrics)
     directory = make_directory(options, clock.now_ns(), first_revision=started_us)
-    store = store or make_store(options.store, started_us, lease_s=options.dead_after_s + LEASE_BEYOND_S)
+    lease_s = options.dead_after_s + LEASE_BEYOND_S
+    store = store or make_store(options.store, started_us, lease_s=lease_s, files=_store_files(options))
     keeper = StoreKeeper(directory, store, clock)
     root = session_root(token)
     service = CoordinatorService(
@@ -162,6 +163,13 @@ def _tls_files(options: CoordinatorOptions) -> FollowedFiles | None:
     if identity.role is not CertRole.COORDINATOR:
         raise ConfigError(f"tls_cert_file: {options.tls_cert_file} is of {identity}, and not of a coordinator")
     return files
+
+
+def _store_files(options: CoordinatorOptions) -> EtcdFiles | None:
+    """None where there is no TLS to the store."""
+    if not options.store_ca_file:
+        return None
+    return EtcdFiles(options.store_ca_file, options.store_cert_file, options.store_key_file)
 
 
 def _reached_at(options: CoordinatorOptions, bound: str) -> str:

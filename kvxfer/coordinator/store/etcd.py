@@ -21,6 +21,7 @@ import grpc.aio
 
 from kvxfer.coordinator.store.base import MemberRecord, NumberLine, StoreChange, Version, readable
 from kvxfer.coordinator.store.etcd_link import EtcdLink, rpc, text_of
+from kvxfer.coordinator.store.etcd_tls import EtcdFiles
 from kvxfer.errors import CoordinatorUnavailableError, KvxferError
 from kvxfer.types import AgentRef
 
@@ -41,10 +42,12 @@ class EtcdStore:
 
     is_shared = True
 
-    def __init__(self, endpoints: tuple[str, ...], wall_clock_us: int, *, lease_s: float) -> None:
-        """``lease_s``: so long after its last renewal a coordinator counts as dead, rounded up to whole
-        seconds."""
-        self._link = EtcdLink(endpoints)
+    def __init__(
+        self, endpoints: tuple[str, ...], wall_clock_us: int, *, lease_s: float, files: EtcdFiles | None = None
+    ) -> None:
+        """``lease_s``: so long after its last renewal a coordinator counts as dead, rounded up to whole seconds.
+        Without ``files`` the connections are plain."""
+        self._link = EtcdLink(endpoints, files)
         self._numbers = NumberLine(wall_clock_us)
         self._number_lock = asyncio.Lock()
         self._number_at = (0, 0)
@@ -64,7 +67,8 @@ class EtcdStore:
         self._pulse: asyncio.Task[None] | None = None
 
     async def open(self, owner: str, address: str) -> None:
-        """Raises ConfigError where aetcd cannot be loaded. An etcd that does not answer is waited for meanwhile."""
+        """Raises ConfigError where aetcd cannot be loaded, or files are wrong. An etcd that does not answer is waited
+        for meanwhile."""
         self._link.open()
         self._owner, self._address = owner, address
         with contextlib.suppress(CoordinatorUnavailableError):
@@ -191,6 +195,8 @@ class EtcdStore:
                     read.cancel()
                     await asyncio.gather(read, return_exceptions=True)
                     raise CoordinatorUnavailableError(self._break_reason)
+                if read.cancelled():
+                    raise CoordinatorUnavailableError(f"the watch of the store {self} ends with its connection")
                 response = read.result()
                 if response is grpc.aio.EOF:  # type: ignore[attr-defined]
                     raise CoordinatorUnavailableError(f"the store {self} ended the watch: {await call.details()}")

@@ -11,10 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvxfer.coordinator.store.etcd_tls import EtcdFiles, EtcdProof
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 
 CALL_S = 1.5
 """How long one endpoint may take for one call, before the next one is asked."""
+RETIRED_S = 2 * CALL_S
+"""So long a connection with former certificates ends its calls; a watch on it then begins anew on another one."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 4 << 20),
@@ -29,20 +32,30 @@ CHANNEL_OPTIONS = (
 class EtcdLink:
     """Several endpoints of one etcd. The one that answered last is asked first; each has a channel of its own."""
 
-    def __init__(self, endpoints: tuple[str, ...]) -> None:
-        """``endpoints``: ``host:port`` each."""
+    def __init__(self, endpoints: tuple[str, ...], files: EtcdFiles | None = None) -> None:
+        """``endpoints``: ``host:port`` each. Without ``files`` there is no TLS."""
         self._endpoints = endpoints
         self._at = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._files = files
+        self._proof: EtcdProof | None = None
+        self._proof_number = 0
+        """Of what the channels were opened with."""
+        self._retiring: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Raises ConfigError where aetcd is missing or cannot be loaded. Contacts nothing."""
+        """Raises ConfigError where aetcd is missing or cannot be loaded, or files are wrong. Contacts nothing."""
         rpc()
+        if self._files is not None:
+            self._proof = EtcdProof(self._files)
 
     async def close(self) -> None:
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
 
     async def ask(self, stub: str, method: str, request: Any) -> Any:
         """A unary call, at one endpoint after the other. Raises CoordinatorUnavailableError if none answers. A call
@@ -84,9 +97,30 @@ class EtcdLink:
 
     def _open(self) -> tuple[str, grpc.aio.Channel]:
         endpoint = self._endpoints[self._at]
+        self._follow_files()
         if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            self._channels[endpoint] = self._connected(endpoint)
         return endpoint, self._channels[endpoint]
+
+    def _connected(self, endpoint: str) -> grpc.aio.Channel:
+        """Its connection is made with the first call."""
+        if self._proof is None:
+            return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(endpoint, self._proof.credentials, options=CHANNEL_OPTIONS)
+
+    def _follow_files(self) -> None:
+        """Leave the channels that were opened with former certificates."""
+        if self._proof is None:
+            return
+        self._proof.look()
+        if self._proof.number == self._proof_number:
+            return
+        self._proof_number = self._proof.number
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            task = asyncio.create_task(channel.close(RETIRED_S), name="kvxfer etcd channel")
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
 
     def _next(self, failed: str) -> None:
         """Ask another one than ``failed``, unless another call went on already."""
