@@ -1,4 +1,4 @@
-# make demo | demo-load | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
+# make demo | demo-load | demo-cluster | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -42,7 +42,7 @@ TIER = quick
 PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
-.PHONY: help demo demo-load serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
+.PHONY: help demo demo-load demo-cluster serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
     nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts test-nixl test-vllm test-sglang test-sglang-e2e \
     test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
 
@@ -57,6 +57,13 @@ demo-load: install
 	@$(VENV)/bin/kvxfer load sweep --splits=2:2 --per-point=search --serve-model=tiny --threads=1 \
 	    --prompt-tokens=512 --output-tokens=32 --goodput='ttft:300 tpot:30' --start-rate=20 --probe-requests=150 --probes-max=8 \
 	    --out=build/demo-load-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+# What docs/cluster.md does by hand, and then one process of each kind killed while requests run: some 2 minutes. Debian has etcd
+# in `etcd-server`, which is unpacked here and not installed where etcd is not on PATH.
+ETCD = build/etcd
+demo-cluster: install
+	@command -v etcd >/dev/null || [ -x $(ETCD)/usr/bin/etcd ] || .ci/fetch-program etcd etcd-server $(ETCD)
+	@PATH="$$PATH:$$PWD/$(ETCD)/usr/bin" $(PY) -m tests.cluster.demo $(ARGS)
 
 serve: install
 	@$(VENV)/bin/kvxfer serve $(ARGS)
@@ -135,7 +142,7 @@ $(AIPERF)/.installed-$(AIPERF_VERSION):
 # is unpacked here and not installed; where apt cannot fetch it, a sentence says so, and the tests are skipped by name. And what
 # the chart's pods run, as processes.
 nightly-alerts: install $(DEPLOY)/.installed-$(HELM_VERSION)
-	@command -v promtool >/dev/null || [ -x build/promtool/usr/bin/promtool ] || .ci/fetch-promtool build/promtool || :
+	@command -v promtool >/dev/null || [ -x build/promtool/usr/bin/promtool ] || .ci/fetch-program promtool prometheus build/promtool || :
 	@$(PY) -m pytest -q -m nightly --junitxml=build/durations/$@.xml tests/deploy $(ARGS)
 
 # Its code is that of the checkout, where every tier runs: here is only seen that all of it is there, and starts.
