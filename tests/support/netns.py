@@ -66,15 +66,15 @@ class Namespaces:
         try:
             for end in range(2):
                 name = f"kvxfer-{os.getpid()}-{secrets.token_hex(3)}-{end}"
-                _ip("netns", "add", name)
+                ip("netns", "add", name)
                 self._names.append(name)
             one, other = self._names
             pair = ("link", "add", INTERFACE, "netns", one, "type", "veth", "peer", INTERFACE, "netns", other)
-            _ip(*pair)
+            ip(*pair)
             for name, address in zip(self._names, self.addresses, strict=True):
-                _ip("-n", name, "address", "add", f"{address}/{PREFIX_BITS}", "dev", INTERFACE)
-                _ip("-n", name, "link", "set", "lo", "up")
-                _ip("-n", name, "link", "set", INTERFACE, "up")
+                ip("-n", name, "address", "add", f"{address}/{PREFIX_BITS}", "dev", INTERFACE)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", INTERFACE, "up")
         except BaseException:
             self._remove()
             raise
@@ -91,42 +91,44 @@ class Namespaces:
 
     def take_link_down(self, end: int = 0) -> None:
         """The link goes down at ``end``: that one knows, the other only hears nothing any more."""
-        _ip("-n", self._names[end], "link", "set", INTERFACE, "down")
+        ip("-n", self._names[end], "link", "set", INTERFACE, "down")
 
     def bring_link_up(self, end: int = 0) -> None:
         """The link comes up again. What is sent at once may be lost, and sent anew only a second later: the far end has
         yet to notice, and both have to ask for each other's address. See :meth:`wait_carries`."""
-        _ip("-n", self._names[end], "link", "set", INTERFACE, "up")
+        ip("-n", self._names[end], "link", "set", INTERFACE, "up")
 
     def wait_carries(self) -> None:
         """Until the link carries both ways. Raises ConfigError where it does not within CARRIES_S."""
-        _run([*self.command(1), sys.executable, "-I", "-S", "-c", _PROBE, self.addresses[0], str(CARRIES_S)])
+        run_command([*self.command(1), sys.executable, "-I", "-S", "-c", _PROBE, self.addresses[0], str(CARRIES_S)])
 
     def keep_neighbour(self, end: int = 1) -> None:
         """``end`` has not to ask anew for the other's hardware address, once a second, when the link comes back."""
         other = 1 - end
-        address = _ip("-n", self._names[other], "-brief", "link", "show", INTERFACE).split()[2]
+        address = ip("-n", self._names[other], "-brief", "link", "show", INTERFACE).split()[2]
         neighbour = (self.addresses[other], "lladdr", address, "dev", INTERFACE, "nud", "permanent")
-        _ip("-n", self._names[end], "neighbour", "replace", *neighbour)
+        ip("-n", self._names[end], "neighbour", "replace", *neighbour)
 
     def limit_rate(self, megabits: int, end: int = 0) -> None:
         """What ``end`` sends takes its time. Raises ConfigError where ``tc`` or its token bucket is missing."""
         if shutil.which("tc") is None:
             raise ConfigError("a rate needs iproute2's tc")
         shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
-        _run(["tc", "-n", self._names[end], "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape])
+        run_command(["tc", "-n", self._names[end], "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape])
 
     def _remove(self) -> None:
         while self._names:
             with contextlib.suppress(ConfigError):
-                _ip("netns", "delete", self._names.pop())
+                ip("netns", "delete", self._names.pop())
 
 
-def _ip(*arguments: str) -> str:
-    return _run(["ip", *arguments])
+def ip(*arguments: str) -> str:
+    """iproute2's ``ip``; what it says. Raises ConfigError where it fails."""
+    return run_command(["ip", *arguments])
 
 
-def _run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
+    """What a command says. Raises ConfigError where it fails, with its reason."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if done.returncode != 0:
         raise ConfigError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

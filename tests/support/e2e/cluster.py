@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import pathlib
 import signal
+import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import httpx
@@ -46,7 +47,7 @@ class Cluster:
         self.token_file = directory / "cluster-token"
         self.model = model
         self.lines: list[str] = []
-        self._supervisor = Supervisor(on_line=self._on_line)
+        self._supervisors = {"": Supervisor(on_line=self._on_line)}
         self._children: dict[str, Child] = {}
         self._flags: dict[str, tuple[str, dict[str, Any]]] = {}
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -72,6 +73,14 @@ class Cluster:
 
     # --- parts ---
 
+    def place(self, name: str, command: Sequence[str]) -> None:
+        """Have the part of this name started with ``command`` before its own: on another host."""
+        whole = (*command, sys.executable, "-P", "-m", "kvxfer.cli")
+        self._supervisors[name] = Supervisor(command=whole, on_line=self._on_line)
+
+    def _supervisor(self, name: str) -> Supervisor:
+        return self._supervisors.get(name) or self._supervisors[""]
+
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
@@ -90,12 +99,15 @@ class Cluster:
         return await self._start(name, "coordinator", {"port": 0, **flags})
 
     async def worker(self, name: str, role: str, **flags: Any) -> Child:
-        values = {"role": role, "model": str(self.model), "agent_id": name, "threads": 1, "coordinator": self.address}
-        values |= {"kv_cache_mb": 64, "leg_key_file": str(self._leg_key_file)}
-        return await self._start(name, "worker", values | flags)
+        values = {"role": role, "model": str(self.model), "agent_id": name, "threads": 1, "kv_cache_mb": 64}
+        values["leg_key_file"] = str(self._leg_key_file)
+        return await self._start(name, "worker", {**values, **self._told(flags), **flags})
 
     async def router(self, name: str = "router", **flags: Any) -> Child:
-        return await self._start(name, "router", {"coordinator": self.address, "request_timeout_s": 60.0, **flags})
+        return await self._start(name, "router", {"request_timeout_s": 60.0, **self._told(flags), **flags})
+
+    def _told(self, flags: dict[str, Any]) -> dict[str, Any]:
+        return {} if "coordinator" in flags else {"coordinator": self.address}
 
     async def whole(self, workers: dict[str, dict[str, Any]], **router_flags: Any) -> None:
         """A coordinator, the workers (role: the name up to its first digit), a router that sees all of them."""
@@ -134,7 +146,7 @@ class Cluster:
         self._flags[name] = (command, values)
         words = [command, *to_flags({"token_file": str(self.token_file), **values})]
         spec = ChildSpec(name, words, worker_environment(1))
-        child = await self._supervisor.start(spec, timeout_s=START_S)
+        child = await self._supervisor(name).start(spec, timeout_s=START_S)
         self._children[name] = child
         return child
 
@@ -154,13 +166,13 @@ class Cluster:
         with contextlib.suppress(ProcessLookupError):
             child.process.kill()
         await child.process.wait()
-        await self._supervisor.stop(child)
+        await self._supervisor(name).stop(child)
 
     async def stop(self, name: str) -> int:
         """SIGTERM; the exit code."""
         child = self._children.pop(name)
         self._last_address[name] = child.address
-        await self._supervisor.stop(child)
+        await self._supervisor(name).stop(child)
         assert child.process.returncode is not None
         return child.process.returncode
 
