@@ -26,7 +26,7 @@ HOSTS_MAX = (1 << (32 - PREFIX_BITS)) - 3
 class SwitchedHosts:
     """A context manager. Raises ConfigError where the system does not let us.
 
-    The addresses are of 198.18.0.0/15, which is set aside for tests of networks (RFC 2544).
+    The addresses are of 198.18.0.0/15, which RFC 2544 reserves for tests of networks.
     """
 
     def __init__(self, *names: str) -> None:
@@ -51,7 +51,7 @@ class SwitchedHosts:
         if why:
             raise ConfigError(why)
         try:
-            # Its own hardware address: otherwise it is the lowest of its ports', and changes as they come and go.
+            # Its own hardware address: otherwise it is the lowest of its ports', and changes with them.
             ip("link", "add", self._bridge, "address", f"02:{secrets.token_bytes(5).hex(':')}", "type", "bridge")
             ip("address", "add", f"{self.own_address}/{PREFIX_BITS}", "dev", self._bridge)
             ip("link", "set", self._bridge, "up")

@@ -2,9 +2,10 @@
 judge a member.
 
 Keys, below PREFIX: ``number`` is the counter, ``agents/ID`` a member's record, ``coordinators/NAME`` is there while
-that coordinator renews its lease. A pulse, each PULSE_S, renews the lease and asks (a read that needs a majority)
-whether something was written that the watch has not given: a watch at an endpoint that hangs, or that has lost the
-majority, stays silent and must not pass for a quiet one.
+that coordinator renews its lease. Two pulses, each PULSE_S: one renews the lease, the other asks (a read that needs a
+majority) whether something was written that the watch has not given: a watch at an endpoint that hangs, or that has
+lost the majority, stays silent and must not pass for a quiet one. Neither waits for the other, because a coordinator
+that is cut off must know that its view is old (PULSE_S + CATCH_UP_S) before its silent agents seem dead to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -54,6 +55,8 @@ class EtcdStore:
         """The counter as it was last seen in etcd, and in which revision it was written."""
         self._lease_s = math.ceil(lease_s)
         self._lease = 0
+        self._renewing = asyncio.Lock()
+        """Of two leases that are taken at once, the one that is forgotten could be the one that our key is under."""
         self._owner = self._address = ""
         self._known: dict[bytes, tuple[int, Version]] = {}
         """By key: the revision that wrote it last, as far as is known here, and the record's version."""
@@ -64,7 +67,7 @@ class EtcdStore:
         self._break_reason = ""
         self._catching = asyncio.Lock()
         self._asked = self._caught = 0
-        self._pulse: asyncio.Task[None] | None = None
+        self._pulses: list[asyncio.Task[None]] = []
 
     async def open(self, owner: str, address: str) -> None:
         """Raises ConfigError where aetcd cannot be loaded, or files are wrong. An etcd that does not answer is waited
@@ -73,12 +76,12 @@ class EtcdStore:
         self._owner, self._address = owner, address
         with contextlib.suppress(CoordinatorUnavailableError):
             await self._renew()
-        self._pulse = asyncio.create_task(self._beat(), name="kvxfer etcd pulse")
+        self._pulses = [asyncio.create_task(self._pulse(act)) for act in (self._renew, self.catch_up)]
 
     async def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.cancel()
-            await asyncio.gather(self._pulse, return_exceptions=True)
+        for pulse in self._pulses:
+            pulse.cancel()
+        await asyncio.gather(*self._pulses, return_exceptions=True)
         lease, self._lease = self._lease, 0
         if lease:
             with contextlib.suppress(CoordinatorUnavailableError):
@@ -211,25 +214,25 @@ class EtcdStore:
             broken.cancel()
             call.cancel()
 
-    async def _beat(self) -> None:
+    async def _pulse(self, act: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
             try:
-                await self._renew()
-                await self.catch_up()
+                await act()
             except CoordinatorUnavailableError as error:
                 self._break(str(error))
 
     async def _renew(self) -> None:
         """Stay among the coordinators. Raises CoordinatorUnavailableError."""
-        if self._lease and await self._link.keep_alive(self._lease):
-            return
-        if self._lease:
-            log.warning("the store %s took this coordinator for dead; it is there again", self)
-        answer = await self._link.ask("LeaseStub", "LeaseGrant", rpc().LeaseGrantRequest(TTL=self._lease_s))
-        key, value = OWNERS + self._owner.encode(), self._address.encode()
-        await self._link.ask("KVStub", "Put", rpc().PutRequest(key=key, value=value, lease=answer.ID))
-        self._lease = answer.ID
+        async with self._renewing:
+            if self._lease and await self._link.keep_alive(self._lease):
+                return
+            if self._lease:
+                log.warning("the store %s took this coordinator for dead; it is there again", self)
+            answer = await self._link.ask("LeaseStub", "LeaseGrant", rpc().LeaseGrantRequest(TTL=self._lease_s))
+            key, value = OWNERS + self._owner.encode(), self._address.encode()
+            await self._link.ask("KVStub", "Put", rpc().PutRequest(key=key, value=value, lease=answer.ID))
+            self._lease = answer.ID
 
     async def _reach_newest(self) -> None:
         """Wait until the watch has given the newest change that etcd's majority knows of."""

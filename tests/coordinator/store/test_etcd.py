@@ -12,7 +12,7 @@ import pytest
 from kvxfer.coordinator.store import EtcdStore, Store, StoreChange
 from kvxfer.coordinator.store.etcd_link import EtcdLink, rpc
 from kvxfer.errors import CoordinatorUnavailableError
-from tests.support.coordinator import until
+from tests.support.coordinator import PATIENCE_S, until
 from tests.support.etcd import EtcdNodes, etcd_nodes, needs_etcd
 from tests.support.stores import CLOCK_US, StoreKind, etcd_kind, record
 
@@ -90,9 +90,9 @@ async def test_two_coordinators_see_each_other(etcd: StoreKind) -> None:
 async def test_a_coordinator_that_is_silent_is_dead_and_may_come_back(etcd: StoreKind) -> None:
     async with etcd.opened("y") as two, following(two) as seen, etcd.opened("x") as one:
         assert isinstance(one, EtcdStore)
-        assert one._pulse is not None
         await until(lambda: "x" in seen.owners, "x")
-        one._pulse.cancel()
+        for pulse in one._pulses:
+            pulse.cancel()
         await until(lambda: seen.owners == {"y": "y:1"}, "x to be dead")
         await one._renew()
         await until(lambda: seen.owners == {"x": "x:1", "y": "y:1"}, "x to be back")
@@ -121,6 +121,43 @@ async def test_bytes_that_are_no_record_are_left_out(etcd: StoreKind, standing_e
         await one.put(record())
         await until(lambda: seen.members == {"a": "x"}, "the record")
         assert await one.load() == (record(),)
+
+
+async def test_a_lease_that_is_not_renewed_hides_no_old_view(etcd: StoreKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is cut off must know that its view is old before its agents seem dead to it."""
+
+    async def never(*_: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    async def unanswered() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async with etcd.opened("x") as one, following(one) as seen:
+        assert isinstance(one, EtcdStore)
+        monkeypatch.setattr(one._link, "keep_alive", never)
+        monkeypatch.setattr(one, "_newest_unseen", unanswered)
+        await until(lambda: seen.failures, "the watch to be believed no more")
+        assert "does not say within" in seen.failures[0]
+
+
+async def test_an_endpoint_that_is_mute_is_connected_to_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun while the network was away would be waited for long after it is back."""
+    connections: list[asyncio.StreamWriter] = []
+    monkeypatch.setattr("kvxfer.coordinator.store.etcd_link.CALL_S", 0.2)
+    server = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
+    link = EtcdLink((f"127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(connections) < 3:
+                with pytest.raises(CoordinatorUnavailableError):
+                    await link.ask("KVStub", "Range", rpc().RangeRequest(key=b"x"))
+    finally:
+        await link.close()
+        server.close()
+        for writer in connections:
+            writer.close()
 
 
 @pytest.mark.deep

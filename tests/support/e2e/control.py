@@ -33,7 +33,7 @@ PORT = 7000
 POLL_S = 0.1
 STEADY_S = 4.0
 """Longer than a silent agent is waited for."""
-LOOK_S = 1.0
+LOOK_S = 3.0
 """How long one look at a coordinator may take."""
 
 
@@ -172,8 +172,10 @@ class ControlPlane:
         since_s: float | None = None
         missing: list[str] = []
         while True:
-            now_s = time.monotonic()
             found = [what for what in await asyncio.gather(*self._looks()) if what]
+            now_s = time.monotonic()
+            if found and found != missing:
+                print(f"  {now_s - began_s:.2f} s: {'; '.join(found)}")
             if found:
                 since_s, missing = None, found
             elif since_s is None:
