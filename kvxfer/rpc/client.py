@@ -236,8 +236,10 @@ class CoordinatorSession:
         try:
             welcome = await self._register(call)
             heartbeat_s = welcome.heartbeat_ms / 1e3
-            silence_s = max(welcome.dead_after_ms / 1e3, 2 * heartbeat_s)
-            await both_ways(self._send(call, heartbeat_s), self._receive(call, silence_s))
+            first_s = silence_s = max(welcome.dead_after_ms / 1e3, 2 * heartbeat_s)
+            if len(self._targets) > 1:
+                silence_s = max(silence_s / 2, 2 * heartbeat_s)
+            await both_ways(self._send(call, heartbeat_s), self._receive(call, first_s, silence_s))
         finally:
             call.cancel()
 
@@ -306,10 +308,15 @@ class CoordinatorSession:
             beat = pb.Heartbeat(load=convert.write_load(self._load), is_draining=self._is_draining)
             await call.write(pb.AgentMessage(heartbeat=beat))
 
-    async def _receive(self, call: Any, silence_s: float) -> None:
+    async def _receive(self, call: Any, first_s: float, silence_s: float) -> None:
+        """``first_s``: how long the first view may take, for which the coordinator may ask its store; ``silence_s``:
+        how long it may be silent after that. Where there is another coordinator that is half the time in which this one
+        takes a silent agent for dead, so that a cut between the two finds the agent elsewhere and does not end it."""
+        within_s = first_s
         while True:
-            async with asyncio.timeout(silence_s):
+            async with asyncio.timeout(within_s):
                 message = await call.read()
+            within_s = silence_s
             if message is EOF:
                 if self._leaving:
                     return

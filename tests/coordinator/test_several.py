@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pathlib
 
 import pytest
@@ -53,3 +55,48 @@ async def test_an_agent_and_a_watch_go_to_the_next_coordinator(tmp_path: pathlib
                 await cluster.start()
                 with pytest.raises(RefusedError, match="no member 'b'"):
                     await drain(both, first.token, "b")
+
+
+class Relay:
+    """Carries bytes to a coordinator and back, until it is mute: then it takes them, and says nothing."""
+
+    def __init__(self, target: str) -> None:
+        self.is_mute = False
+        self._host, _, self._port = target.rpartition(":")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, near: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        far, ask = await asyncio.open_connection(self._host, int(self._port))
+        for reader, writer in ((near, ask), (far, answer)):
+            self._tasks.add(asyncio.create_task(self._carry(reader, writer)))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if not self.is_mute:
+                    writer.write(data)
+
+
+async def test_an_agent_leaves_a_silent_coordinator_before_it_seems_dead_there(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path) as first, running(tmp_path) as second:
+        await second.stop()
+        relay = Relay(first.address)
+        async with relay as address, MembershipWatch(first.address, first.token) as watch:
+            agent = first.agent("a", target=f"{address},{second.address}")
+            ref = await agent.session.start()
+            await second.start()
+            await until(lambda: [member.ref for member in watch.membership.members] == [ref], "the agent at the first")
+            async with MembershipWatch(second.address, first.token) as other:
+                relay.is_mute = True
+                await until(lambda: [member.ref for member in other.membership.members] == [ref], "it at the second")
+                assert [member.ref for member in watch.membership.members] == [ref]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.netns import ip, obstacle
-from tests.support.switch import SwitchedHosts
+from tests.support.switch import SwitchedHosts, switched
 
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
@@ -25,8 +25,8 @@ with socket.create_server((sys.argv[1], 7)) as server:
 
 @pytest.fixture
 def hosts() -> Iterator[SwitchedHosts]:
-    with SwitchedHosts("one", "two") as switched:
-        yield switched
+    with switched("one", "two") as made:
+        yield made
 
 
 def answers(address: str) -> bool:
@@ -59,6 +59,6 @@ def test_a_host_that_is_cut_off_hears_nothing_until_it_is_brought_back(hosts: Sw
 
 
 def test_nothing_of_them_stays() -> None:
-    with SwitchedHosts("one") as hosts:
+    with switched("one") as hosts:
         assert hosts.tag in ip("netns", "list")
     assert hosts.tag not in ip("netns", "list") + ip("-brief", "link")

@@ -13,7 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from types import TracebackType
+
+import pytest
 
 from kvxfer.errors import ConfigError
 from tests.support.netns import ip, obstacle
@@ -105,3 +108,14 @@ class SwitchedHosts:
         for words in (*ports, *namespaces, ("link", "delete", self._bridge)):
             with contextlib.suppress(ConfigError):
                 ip(*words)
+
+
+@contextlib.contextmanager
+def switched(*names: str) -> Iterator[SwitchedHosts]:
+    """The hosts; the test is skipped, with the reason, where the system lets root have none (a container)."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(SwitchedHosts(*names))
+        except ConfigError as error:
+            pytest.skip(f"no network namespaces: {error}")
+        yield hosts

@@ -17,13 +17,15 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
+
 from kvxfer.errors import KvxferError
 from kvxfer.rpc import CoordinatorSession, list_members, load_or_create_token, load_token
 from kvxfer.types import AgentRef, DataAddress, Role, WorkerInfo
 from tests.support.e2e.client import connected
 from tests.support.e2e.cluster import Cluster, together, until
 from tests.support.etcd import EtcdNodes, etcd_nodes
-from tests.support.switch import SwitchedHosts
+from tests.support.switch import SwitchedHosts, switched
 
 COORDINATORS = ("c1", "c2", "c3")
 NODES = ("e1", "e2", "e3")
@@ -64,6 +66,8 @@ class ControlPlane:
         self._nodes = nodes
         self._hosts = hosts
         self._freshest = 0
+        self._refs: dict[str, AgentRef] = {}
+        """As a coordinator first said: no agent is started anew."""
 
     @property
     def routers(self) -> list[str]:
@@ -197,6 +201,9 @@ class ControlPlane:
             )
         except KvxferError as error:
             return f"{name}: {error}"
+        for member in view.members:
+            first = self._refs.setdefault(member.ref.agent_id, member.ref)
+            assert member.ref == first, f"{name} has {member.ref}, which was {first}"
         return _lacks(name, {member.ref.agent_id: member.is_suspect for member in view.members})
 
     async def _lacks_router(self, name: str) -> str:
@@ -224,7 +231,7 @@ class ControlPlane:
         async with connected(LOOK_S) as client:
             try:
                 answer = await client.get(f"http://{self._hosts.address(name)}:{PORT + 1}{path}")
-            except OSError as error:
+            except httpx.HTTPError as error:
                 return 0, str(error)
             return answer.status_code, answer.text
 
@@ -234,6 +241,7 @@ class ControlPlane:
             f"{worker} at {router}": entry["incarnation"]
             for router in ROUTERS
             for worker, entry in (await self.cluster.directory(router)).items()
+            if worker in WORKERS
         }
 
     async def fresh_number(self, timeout_s: float) -> int:
@@ -243,7 +251,7 @@ class ControlPlane:
             self.coordinators,
             load_token(self.cluster.token_file),
             secrets.token_bytes(16),
-            WorkerInfo(f"fresh-{secrets.token_hex(2)}", Role.DECODE, "other", ""),
+            WorkerInfo(f"fresh-{secrets.token_hex(4)}", Role.DECODE, "other", ""),
             DataAddress("127.0.0.1", 9, "", "host"),
             on_membership=lambda _: None,
         )
@@ -271,8 +279,8 @@ def _lacks(name: str, suspects: dict[str, bool]) -> str:
 
 @contextlib.asynccontextmanager
 async def control_plane(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator[ControlPlane]:
-    """Raises ConfigError where there can be no network namespaces."""
-    with SwitchedHosts(*COORDINATORS, *NODES) as hosts:
+    """All of it, in ``directory``. Skips the test where there can be no network namespaces."""
+    with switched(*COORDINATORS, *NODES) as hosts:
         addresses, commands = [hosts.address(name) for name in NODES], [hosts.command(name) for name in NODES]
         (directory / "etcd").mkdir()
         with etcd_nodes(directory / "etcd", len(NODES), hosts=addresses, commands=commands) as nodes:
