@@ -1,4 +1,4 @@
-# make demo | demo-load | demo-cluster | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
+# make demo | demo-load | demo-cluster | serve | test | check | fix | deep | nightly | slowest | bench | sim | soak | fuzz | stub | clean      CONTRIBUTING.md says more
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -20,6 +20,8 @@ SEEDS = 200
 ENGINE_SEEDS = $(SEEDS)
 SEED_BASE = 0
 SECONDS = 15
+MINUTES = 60
+SEED = 1
 
 VENV = .venv
 PY = $(VENV)/bin/python
@@ -43,8 +45,8 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo demo-load demo-cluster serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts test-nixl test-vllm test-sglang test-sglang-e2e \
-    test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang stub test-installed clean install native
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak test-nixl test-vllm test-sglang test-sglang-e2e \
+    test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang soak stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -100,7 +102,7 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts
+NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
@@ -119,6 +121,9 @@ nightly-sim:
 
 nightly-fuzz:
 	@$(MAKE) fuzz SECONDS=30
+
+nightly-soak:
+	@$(MAKE) soak MINUTES=10
 
 nightly-asan:
 	@$(MAKE) asan PART=$@ MARKS=''
@@ -225,6 +230,11 @@ fix: install
 sim: install
 	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --seed-base $(SEED_BASE) $(ARGS)
 	@$(PY) -m kvxfer.testing.sim --world engines --seeds $(ENGINE_SEEDS) --seed-base $(SEED_BASE) $(ARGS)
+
+# A whole service under load, of which something breaks every 10 seconds: docs/faults.md. Where there can be no namespaces, or no
+# etcd, a sentence says so, and make fails: .ci/parts says how `make nightly` recognizes a skip.
+soak: install
+	@$(PY) benchmarks/soak.py --minutes=$(MINUTES) --seed=$(SEED) --out=build/soak $(ARGS)
 
 bench: install
 	@$(PY) benchmarks/transfer.py $(ARGS)

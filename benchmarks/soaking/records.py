@@ -1,0 +1,80 @@
+"""What a soak leaves, each thing a record: questions, requests, faults, samples of processes. Decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+AFTER_S = 10.0
+"""A failure so soon after the end of a fault is still the fault's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt, and the tokens that are right."""
+
+    number: int
+    prompt: tuple[int, ...]
+    right: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Attempt:
+    """``name`` of its failure; empty: it was answered. ``is_named``: the router said what failed, or the client can see
+    it (its router is not there). ``had_byte``: something of the answer had come."""
+
+    at_s: float
+    router: str
+    name: str = ""
+    had_byte: bool = False
+    is_named: bool = True
+    ended_s: float = 0.0
+    said: str = ""
+
+
+@dataclasses.dataclass
+class Asked:
+    """One request. ``outcome``: right, wrong, cut (failed after its first byte), failed (no router answered), or left
+    (the client lost interest)."""
+
+    number: int
+    question: int
+    at_s: float
+    is_stream: bool
+    attempts: list[Attempt] = dataclasses.field(default_factory=list)
+    outcome: str = ""
+    first_s: float = 0.0
+    took_s: float = 0.0
+    prefill: str = ""
+    transfer: str = ""
+    wrong: str = ""
+
+
+@dataclasses.dataclass
+class HappenedFault:
+    """``whole_s``: so long after its end all parts saw each other again; None: never."""
+
+    kind: str
+    victim: str
+    peer: str
+    amount: float
+    began_s: float
+    ended_s: float
+    whole_s: float | None = None
+
+    def covers(self, start_s: float, end_s: float) -> bool:
+        after_s = self.whole_s if self.whole_s is not None else AFTER_S
+        return self.began_s <= end_s and start_s <= self.ended_s + max(after_s, AFTER_S)
+
+
+@dataclasses.dataclass
+class Samples:
+    """Of one process, from its start on. ``memory_mb`` is its resident memory without pages of files and of shared
+    memory: those of the pool come with the first use of each block."""
+
+    part: str
+    role: str
+    pid: int
+    at_s: list[float] = dataclasses.field(default_factory=list)
+    memory_mb: list[float] = dataclasses.field(default_factory=list)
+    descriptors: list[int] = dataclasses.field(default_factory=list)
+    threads: list[int] = dataclasses.field(default_factory=list)
