@@ -38,8 +38,8 @@ from soaking.watch import Watch
 
 from kvxfer.errors import ConfigError, KvxferError
 
-QUESTIONS = 60
-LINES = 4
+QUESTIONS = 40
+LINES = 6
 MODEL = "tiny"
 
 

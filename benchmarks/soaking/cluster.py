@@ -210,7 +210,7 @@ class SoakedCluster:
         if part.role == "router":
             bounds = [f"--token-timeout-s={ROUTER_SAYS_S:g}", f"--first-byte-timeout-s={ROUTER_SAYS_S:g}"]
             return [*python, "router", *common, *bounds, "--request-timeout-s=60"]
-        model = [f"--model={self._model}", "--threads=1", "--pool-blocks=2048", f"--lanes={LANES[part.name]}"]
+        model = [f"--model={self._model}", "--threads=1", "--pool-blocks=256", f"--lanes={LANES[part.name]}"]
         own = [f"--role={part.role}", f"--agent-id={part.name}", f"--data-port={DATA}"]
         return [*python, "worker", *common, *model, *own, f"--runtime-dir={host.disk / 'runtime'}"]
 
