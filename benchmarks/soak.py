@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import sys
 import tempfile
 import time
@@ -92,17 +91,15 @@ async def soak(options: argparse.Namespace, kinds: Sequence[str]) -> int:
     from kvxfer.engine.tiny import make_tiny_model
 
     options.out.mkdir(parents=True, exist_ok=True)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
-    with tempfile.TemporaryDirectory(prefix="soak-") as kept, tempfile.TemporaryDirectory(prefix="soak-") as mounted:
-        folder, place = pathlib.Path(kept), pathlib.Path(mounted)
+    with tempfile.TemporaryDirectory(prefix="soak-") as place:
+        whole = box.Box(pathlib.Path(place))
         began_s = time.monotonic()
-        model = make_tiny_model(folder / MODEL, max_position_embeddings=8192, seed=1)
+        model = make_tiny_model(whole.files / MODEL, max_position_embeddings=8192, seed=1)
         asks = questions(model, options.seed, QUESTIONS)
         print(f"{len(asks)} answers are known after {time.monotonic() - began_s:.1f} s", flush=True)
-        whole = box.Box(place)
-        cluster = SoakedCluster(whole, model, folder / "cluster-token")
+        cluster = SoakedCluster(whole, model, whole.files / "cluster-token")
         try:
-            return await _run(options, kinds, cluster, Faults(cluster, folder), asks)
+            return await _run(options, kinds, cluster, Faults(cluster, whole.files), asks)
         finally:
             cluster.keep_logs(options.out / "logs")
             whole.close()
@@ -125,7 +122,8 @@ async def _run(
     chosen = [kind for kind in kinds if kind in faults.kinds]
     happened: list[HappenedFault] = []
     for planned in plan.plan(options.seed, span_s, ROLES, chosen):
-        await asyncio.sleep(max(0.0, began_s + planned.at_s - time.monotonic()))
+        at_s = max(planned.at_s, happened[-1].began_s + plan.EVERY_S if happened else 0.0)
+        await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
         if time.monotonic() > began_s + span_s - plan.EVERY_S:
             break
         happened.append(await _happen(planned, cluster, faults, began_s, clients))
@@ -135,7 +133,9 @@ async def _run(
     await watch.stop()
     span_s = time.monotonic() - began_s
     await cluster.close()
-    run = judge.Soaked(span_s, clients.asked, happened, list(watch.processes.values()), cluster.endings, held)
+    run = judge.Soaked(
+        span_s, clients.asked, happened, list(watch.processes.values()), cluster.endings, held, watch.late
+    )
     return _report(options, run, watch, faults)
 
 
@@ -143,15 +143,16 @@ async def _happen(
     planned: plan.PlannedFault, cluster: SoakedCluster, faults: Faults, began_s: float, clients: Clients
 ) -> HappenedFault:
     at_s = time.monotonic() - began_s
-    async with faults.made(planned):
-        await asyncio.sleep(planned.length_s)
-    ended_s = time.monotonic() - began_s
-    amounts = (planned.kind, planned.victim, planned.peer, planned.amount)
-    fault = HappenedFault(*amounts, round(at_s, 2), round(ended_s, 2))
+    named = (planned.kind, planned.victim, planned.peer, planned.amount)
+    fault = HappenedFault(*named, round(at_s, 2), 0.0)
     try:
+        async with faults.made(planned):
+            await asyncio.sleep(planned.length_s)
+        fault.ended_s = round(time.monotonic() - began_s, 2)
         fault.whole_s = round(await cluster.whole(), 2)
     except KvxferError as error:
-        print(f"soak: {error}", flush=True)
+        cluster.note(planned.victim, str(error))
+        fault.ended_s = fault.ended_s or round(time.monotonic() - began_s, 2)
     failed = sum(1 for asked in clients.asked for each in asked.attempts if each.name and each.ended_s >= at_s)
     whole = "never" if fault.whole_s is None else f"{fault.whole_s:.1f} s"
     print(f"{at_s:7.1f} s  {str(planned)[11:]}; whole after {whole}; {failed} attempts failed", flush=True)

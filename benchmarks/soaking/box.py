@@ -27,6 +27,7 @@ NETWORK = "192.0.2"
 GATEWAY = f"{NETWORK}.254"
 BRIDGE, BRIDGE_ADDRESS = "soak", "02:00:00:00:00:fe"
 NOWHERE = "02:00:00:00:00:ff"
+FILES_MB = 64
 TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
 SIOCETHTOOL = 0x8946
 NO_CHECKSUMS, NO_GATHER, NO_SEGMENTS, NO_GENERIC_SEGMENTS = 0x17, 0x19, 0x1F, 0x24
@@ -67,12 +68,14 @@ def _unshare() -> list[str]:
 
 
 class Box:
-    """Hosts and disks, below ``folder``, which is empty again when the program has ended."""
+    """Hosts and disks, below ``folder``, which is empty when the program has ended. ``files``: what no fault fills."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
+        self.files = folder / "files"
         self.hosts: dict[str, Host] = {}
-        run("mount", "-t", "tmpfs", "-o", "size=1m", "soak", str(folder))
+        run("mount", "-t", "tmpfs", "-o", f"size={FILES_MB}m", "soak", str(folder))
+        self.files.mkdir()
         for name in ("all", "default"):
             pathlib.Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6").write_text("1")
             pathlib.Path(f"/proc/sys/net/ipv4/conf/{name}/arp_ignore").write_text("1")

@@ -24,7 +24,7 @@ from kvxfer.cli.stack import worker_environment
 from kvxfer.errors import ConfigError, DeadlineExceededError
 from soaking.box import Box, Host
 
-START_S = 60.0
+START_S = 120.0
 STOP_S = 30.0
 WHOLE_S = 30.0
 POLL_S = 0.1
@@ -152,7 +152,7 @@ class SoakedCluster:
         await asyncio.wait({waiting, task}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if not is_ready.is_set() and part.is_wanted and part.pid is not None:
-            raise DeadlineExceededError(f"{name} was not ready within {START_S:g} s")
+            raise DeadlineExceededError(f"was not ready within {START_S:g} s")
 
     async def kill(self, name: str) -> None:
         part = self.parts[name]
@@ -173,11 +173,11 @@ class SoakedCluster:
         try:
             code = await asyncio.wait_for(part.process.wait(), STOP_S)
         except TimeoutError:
-            self._note(name, f"did not end within {STOP_S:g} s of SIGTERM")
+            self.note(name, f"did not end within {STOP_S:g} s of SIGTERM")
             await self.kill(name)
         else:
             if code and part.role != "etcd":
-                self._note(name, f"ended with code {code} after SIGTERM")
+                self.note(name, f"ended with code {code} after SIGTERM")
         return time.monotonic() - began_s
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -253,9 +253,10 @@ class SoakedCluster:
         code = await process.wait()
         if part.is_wanted and part.process is process:
             part.is_wanted = False
-            self._note(part.name, f"ended by itself with code {code}")
+            self.note(part.name, f"ended by itself with code {code}")
 
-    def _note(self, name: str, what: str) -> None:
+    def note(self, name: str, what: str) -> None:
+        """Add an ending."""
         at_s = round(time.monotonic() - self.began_s, 2)
         self.endings.append({"at_s": at_s, "part": name, "what": what})
 

@@ -12,12 +12,15 @@ from soaking.records import Asked, Attempt, HappenedFault, Samples
 
 SILENCES_ITS_ROUTER = ("kill", "stop", "restart", "partition")
 """A fault of these kinds lets a client find its router gone; of any other kind a router goes on serving."""
+BACK_S = 2.0
 WARM_S, JUDGED_S = 60.0, 90.0
 """A process is not judged by its first WARM_S seconds, nor where JUDGED_S are not left."""
 MEMORY_MB, MEMORY_SHARE = 12.0, 0.05
 DESCRIPTORS, THREADS = 12, 4
 """What the middle of the last third may be above the middle of the first third. Descriptors are connections."""
 ANSWERS_A_MINUTE = 30
+LATE_S = 1.0
+"""A timer that is later than that: other programs have the processors, and an agent may well miss its heartbeats."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,8 @@ class SoakVerdict:
 
 @dataclasses.dataclass
 class Soaked:
-    """All that a run left. ``held``: what workers held at its end; ``endings``: those that were not asked for."""
+    """All that a run left. ``held``: what workers held at its end; ``endings``: those that were not asked for;
+    ``late``: (seconds, by how much a timer was late)."""
 
     span_s: float
     asked: Sequence[Asked]
@@ -37,6 +41,7 @@ class Soaked:
     processes: Sequence[Samples]
     endings: Sequence[Mapping[str, Any]]
     held: Mapping[str, Any]
+    late: Sequence[tuple[float, float]] = ()
 
 
 def judge(run: Soaked) -> list[SoakVerdict]:
@@ -52,6 +57,7 @@ def judge(run: Soaked) -> list[SoakVerdict]:
         _ended(run),
         _whole(run),
         _enough(run),
+        _undisturbed(run),
     ]
 
 
@@ -59,12 +65,17 @@ def failures(run: Soaked) -> list[tuple[Asked, Attempt]]:
     return [(asked, attempt) for asked in run.asked for attempt in asked.attempts if attempt.name]
 
 
+def was_gone(attempt: Attempt, faults: Sequence[HappenedFault]) -> bool:
+    """Its router was killed, stopped or cut off, or had not been back for long."""
+    hit = [fault for fault in faults if fault.victim == attempt.router and fault.kind in SILENCES_ITS_ROUTER]
+    return any(fault.covers(attempt.at_s, attempt.ended_s, BACK_S) for fault in hit)
+
+
 def is_avoidable(attempt: Attempt, faults: Sequence[HappenedFault]) -> bool:
     """It failed before its first byte at a router that was there: another try was that router's to make."""
     if attempt.had_byte:
         return False
-    hit = [fault for fault in faults if fault.victim == attempt.router and fault.kind in SILENCES_ITS_ROUTER]
-    return not any(fault.covers(attempt.at_s, attempt.ended_s) for fault in hit)
+    return not was_gone(attempt, faults)
 
 
 def growth(values: Sequence[float]) -> float:
@@ -96,8 +107,7 @@ def _named(run: Soaked) -> SoakVerdict:
     """A router that was gone could not say why an answer ended."""
     wrong = []
     for asked, attempt in failures(run):
-        gone = [fault for fault in run.faults if fault.victim == attempt.router and fault.kind in SILENCES_ITS_ROUTER]
-        if not attempt.is_named and not any(fault.covers(attempt.at_s, attempt.ended_s) for fault in gone):
+        if not attempt.is_named and not was_gone(attempt, run.faults):
             wrong.append(_told(asked, attempt))
     return _verdict("named", wrong, f"{len(failures(run))} attempts failed, each by a name")
 
@@ -175,3 +185,12 @@ def _enough(run: Soaked) -> SoakVerdict:
     return _verdict(
         "enough", wrong, ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items())) + f"; {remote} remote"
     )
+
+
+def _undisturbed(run: Soaked) -> SoakVerdict:
+    wrong = [
+        f"the machine let this program wait for {late_s:.1f} s at {at_s:.0f} s"
+        for at_s, late_s in run.late
+        if late_s > LATE_S
+    ]
+    return _verdict("undisturbed", wrong, "no timer was late by more than a second")

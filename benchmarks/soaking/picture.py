@@ -60,7 +60,7 @@ class _Drawing:
         for at_s in range(0, int(self._span_s) + 1, step):
             label = f"{at_s} s" if step < 60 else f"{at_s // 60} min"
             self.text(self.x(at_s), self.top + 12, label, 'text-anchor="middle" fill="#666"')
-        self.top += GAP
+        self.top += GAP + ROW
 
 
 def svg(run: Soaked, verdicts: Sequence[SoakVerdict], title: str, blocks: Sequence[tuple[float, str, int]]) -> str:

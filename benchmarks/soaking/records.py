@@ -61,9 +61,10 @@ class HappenedFault:
     ended_s: float
     whole_s: float | None = None
 
-    def covers(self, start_s: float, end_s: float) -> bool:
-        after_s = self.whole_s if self.whole_s is not None else AFTER_S
-        return self.began_s <= end_s and start_s <= self.ended_s + max(after_s, AFTER_S)
+    def covers(self, start_s: float, end_s: float, after_s: float = AFTER_S) -> bool:
+        """Whether it was there at some time between, or all had been whole again for less than ``after_s``."""
+        whole_s = self.whole_s if self.whole_s is not None else AFTER_S
+        return self.began_s <= end_s and start_s <= self.ended_s + whole_s + after_s
 
 
 @dataclasses.dataclass

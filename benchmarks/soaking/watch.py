@@ -19,24 +19,37 @@ from tests.support.e2e.cluster import what_is_held
 EVERY_S = 1.0
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 QUIET_S = 30.0
+TICK_S = 0.1
 
 
 class Watch:
-    """``blocks``: (seconds, worker, used and held blocks), as far as the worker answered."""
+    """``blocks``: (seconds, worker, used and held blocks), as far as the worker answered. ``late``: (seconds, how late
+    a timer of this program was)."""
 
     def __init__(self, cluster: SoakedCluster, began_s: float) -> None:
         self.processes: dict[tuple[str, int], Samples] = {}
         self.blocks: list[tuple[float, str, int]] = []
+        self.late: list[tuple[float, float]] = []
         self._cluster, self._began_s = cluster, began_s
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._look())
+        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._tick())]
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Raises what made it end before."""
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _tick(self) -> None:
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            late_s = time.monotonic() - before_s - TICK_S
+            if late_s > TICK_S:
+                self.late.append((round(before_s - self._began_s, 2), round(late_s, 2)))
 
     async def _look(self) -> None:
         while True:

@@ -26,8 +26,9 @@ from kvxfer.serving.tls import ServerTls
 
 BACKLOG = 2048
 """Connections that wait in the kernel while none is accepted."""
-KEEPALIVE_S = 5
-"""How long a connection may be without a request after an answer."""
+KEEPALIVE_S = 75
+"""How long a connection may be without a request after an answer: longer than clients and load balancers keep one
+(httpx, and so OpenAI's client, 5 s; common balancers 60 s). Requests are reset where both give up at once."""
 STOP_GRACE_S = 1
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from typing import Any
 
@@ -93,6 +96,7 @@ class Run:
         self.processes = [self.process()]
         self.endings: list[dict[str, Any]] = []
         self.held: dict[str, Any] = {}
+        self.late = [(3.0, 0.4)]
 
     def request(self, number: int, at_s: float, *attempts: Any, outcome: str = "right", **more: Any) -> Any:
         tries = [*attempts] or [self._records.Attempt(at_s, "router-1", ended_s=at_s + 0.1)]
@@ -113,7 +117,7 @@ class Run:
         return samples
 
     def soaked(self) -> Any:
-        return self._judge.Soaked(120.0, self.asked, self.faults, self.processes, self.endings, self.held)
+        return self._judge.Soaked(120.0, self.asked, self.faults, self.processes, self.endings, self.held, self.late)
 
     def unmet(self) -> dict[str, str]:
         return {verdict.rule: verdict.sentence for verdict in self._judge.judge(self.soaked()) if not verdict.is_met}
@@ -194,6 +198,11 @@ def test_a_run_that_asked_too_little(run: Run) -> None:
     assert run.unmet() == {"enough": "only 50 right answers in 120 s"}
 
 
+def test_a_machine_that_had_no_time(run: Run) -> None:
+    run.late.append((40.0, 2.5))
+    assert run.unmet() == {"undisturbed": "the machine let this program wait for 2.5 s at 40 s"}
+
+
 def test_the_picture_of_a_run_is_svg_and_names_its_faults(parts: Any, run: Run) -> None:
     run.fail(51.0, "connect_<refused>")
     soaked = run.soaked()
@@ -222,3 +231,34 @@ def test_it_runs(parts: Any, tmp_path: pathlib.Path) -> None:
     assert len(told["faults"]) >= 3
     xml.etree.ElementTree.parse(tmp_path / "soak.svg")
     assert {path.stem for path in (tmp_path / "logs").iterdir()} == set(parts["cluster"].ROLES)
+
+
+@pytest.mark.nightly
+def test_nothing_is_left_of_it_when_it_is_killed(parts: Any, tmp_path: pathlib.Path) -> None:
+    if (why := parts["box"].obstacle()) or (why := parts["cluster"].obstacle()):
+        pytest.skip(why)
+    mark = f"KVXFER_SOAK_MARK={tmp_path}"
+    name, _, value = mark.partition("=")
+    command = [sys.executable, str(SCRIPT), "--minutes=5", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, name: value}
+    ) as started:
+        assert started.stdout is not None
+        while "processes see each other" not in (line := started.stdout.readline()):
+            assert line, "it ended"
+        assert len(marked(mark)) > len(parts["cluster"].ROLES)
+        started.kill()
+    deadline_s = time.monotonic() + 30.0
+    while left := marked(mark):
+        assert time.monotonic() < deadline_s, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes with ``mark`` in their environment."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

@@ -7,8 +7,10 @@ import socket
 import sys
 from typing import Any
 
+import httpx
 import pytest
 
+from kvxfer.serving import server as serving_server
 from kvxfer.serving.loop import new_event_loop, run
 from tests.support.serving.servers import ConnectionPhase, eventually, head, is_closed, read_answer, served
 
@@ -41,6 +43,13 @@ async def test_server_idle_time_is_counted_while_the_first_request_was_waited_fo
         assert (await read_answer(reader))[0] == 200
         assert await is_closed(reader)
         writer.close()
+
+
+def test_server_keeps_an_idle_connection_longer_than_clients_do() -> None:
+    """Otherwise the client sends a request into a connection that is being closed, and has to see it as reset."""
+    clients_s = httpx.Limits().keepalive_expiry
+    assert clients_s is not None
+    assert 10 * clients_s < serving_server.KEEPALIVE_S
 
 
 async def test_server_work_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
