@@ -12,7 +12,6 @@ from soaking.records import Asked, Attempt, HappenedFault, Samples
 
 SILENCES_ITS_ROUTER = ("kill", "stop", "restart", "partition")
 """A fault of these kinds lets a client find its router gone; of any other kind a router goes on serving."""
-BACK_S = 2.0
 WARM_S, JUDGED_S = 60.0, 90.0
 """A process is not judged by its first WARM_S seconds, nor where JUDGED_S are not left."""
 MEMORY_MB, MEMORY_SHARE = 12.0, 0.05
@@ -68,7 +67,7 @@ def failures(run: Soaked) -> list[tuple[Asked, Attempt]]:
 def was_gone(attempt: Attempt, faults: Sequence[HappenedFault]) -> bool:
     """Its router was killed, stopped or cut off, or had not been back for long."""
     hit = [fault for fault in faults if fault.victim == attempt.router and fault.kind in SILENCES_ITS_ROUTER]
-    return any(fault.covers(attempt.at_s, attempt.ended_s, BACK_S) for fault in hit)
+    return any(fault.covers(attempt.at_s, attempt.ended_s) for fault in hit)
 
 
 def is_avoidable(attempt: Attempt, faults: Sequence[HappenedFault]) -> bool:

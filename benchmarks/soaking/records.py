@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-AFTER_S = 10.0
-"""A failure so soon after the end of a fault is still the fault's."""
+AFTER_S = 2.0
+"""A failure so soon after a fault, when all parts have seen each other again, is still the fault's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +62,10 @@ class HappenedFault:
     ended_s: float
     whole_s: float | None = None
 
-    def covers(self, start_s: float, end_s: float, after_s: float = AFTER_S) -> bool:
-        """Whether it was there at some time between, or all had been whole again for less than ``after_s``."""
-        whole_s = self.whole_s if self.whole_s is not None else AFTER_S
-        return self.began_s <= end_s and start_s <= self.ended_s + whole_s + after_s
+    def covers(self, start_s: float, end_s: float) -> bool:
+        """Whether it was there at some time between, or had been over for less than AFTER_S."""
+        over_s = math.inf if self.whole_s is None else self.ended_s + self.whole_s
+        return self.began_s <= end_s and start_s <= over_s + AFTER_S
 
 
 @dataclasses.dataclass

@@ -161,8 +161,11 @@ def test_an_answer_that_ends_without_a_word(run: Run) -> None:
 
 
 def test_a_failure_while_there_was_no_fault(run: Run) -> None:
-    run.fail(20.0, "peer_gone", had_byte=True, outcome="cut")
-    assert run.unmet() == {"explained": "request 120 at 20.0 s by router-1: peer_gone"}
+    for at_s in (20.0, 55.5, 57.0):
+        run.fail(at_s, "peer_gone", had_byte=True, outcome="cut")
+    assert run.unmet() == {
+        "explained": "request 120 at 20.0 s by router-1: peer_gone; request 122 at 57.0 s by router-1: peer_gone"
+    }
 
 
 def test_a_request_that_no_router_answered(run: Run) -> None:
