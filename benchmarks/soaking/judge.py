@@ -14,6 +14,8 @@ SILENCES_ITS_ROUTER = ("kill", "stop", "restart", "partition")
 """A fault of these kinds lets a client find its router gone; of any other kind a router goes on serving."""
 WARM_S, JUDGED_S = 60.0, 90.0
 """A process is not judged by its first WARM_S seconds, nor where JUDGED_S are not left."""
+OLD_ENOUGH_S = 600.0
+"""In a run as long as that some process must have been judged."""
 MEMORY_MB, MEMORY_SHARE = 12.0, 0.05
 DESCRIPTORS, THREADS = 12, 4
 """What the middle of the last third may be above the middle of the first third. Descriptors are connections."""
@@ -150,6 +152,8 @@ def _flat(run: Soaked, what: str, unit: str) -> SoakVerdict:
         if grown > allowed:
             span = f"in {samples.at_s[-1] - from_s:.0f} s; {allowed:.1f} allowed"
             wrong.append(f"{samples.part} (pid {samples.pid}) grew by {grown:.1f} {unit} {span}")
+    if not judged and run.span_s >= OLD_ENOUGH_S:
+        wrong.append(f"no process was left alone for {WARM_S + JUDGED_S:.0f} s")
     return _verdict(
         what, wrong, f"{judged} processes lived long enough to be judged; at most {most:.1f} {unit} more at their ends"
     )

@@ -97,6 +97,7 @@ class Run:
         self.endings: list[dict[str, Any]] = []
         self.held: dict[str, Any] = {}
         self.late = [(3.0, 0.4)]
+        self.span_s = 120.0
 
     def request(self, number: int, at_s: float, *attempts: Any, outcome: str = "right", **more: Any) -> Any:
         tries = [*attempts] or [self._records.Attempt(at_s, "router-1", ended_s=at_s + 0.1)]
@@ -117,7 +118,9 @@ class Run:
         return samples
 
     def soaked(self) -> Any:
-        return self._judge.Soaked(120.0, self.asked, self.faults, self.processes, self.endings, self.held, self.late)
+        return self._judge.Soaked(
+            self.span_s, self.asked, self.faults, self.processes, self.endings, self.held, self.late
+        )
 
     def unmet(self) -> dict[str, str]:
         return {verdict.rule: verdict.sentence for verdict in self._judge.judge(self.soaked()) if not verdict.is_met}
@@ -183,6 +186,13 @@ def test_what_grows(run: Run, what: str, rate: float) -> None:
 def test_growth_of_a_process_that_is_not_old_enough_or_not_ours_is_not_judged(run: Run) -> None:
     run.processes = [run.process(seconds=120, memory_mb=1.0), run.process("etcd", memory_mb=1.0)]
     assert run.unmet() == {}
+
+
+def test_a_long_run_in_which_no_process_could_be_judged(run: Run) -> None:
+    run.span_s = 600.0
+    run.asked *= 3
+    run.processes = [run.process(seconds=100)]
+    assert set(run.unmet()) == {"memory", "descriptors", "threads"}
 
 
 def test_what_is_stranded_ended_or_never_whole(run: Run) -> None:
