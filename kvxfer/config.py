@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import ConfigError
-from kvxfer.types import ChecksumMode, Lane, ProgressMode
+from kvxfer.types import ChecksumMode, EncryptMode, Lane, ProgressMode
 
 
 def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
@@ -79,6 +79,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+ENCRYPT_VARIABLE = "KVXFER_ENCRYPT"
+
+
+def encrypt_mode(configured: EncryptMode, environ: Mapping[str, str]) -> EncryptMode:
+    """The mode of everything in a process: ``KVXFER_ENCRYPT`` has precedence over the ``configured`` one.
+
+    Raises ConfigError for a word that is no mode.
+    """
+    word = environ.get(ENCRYPT_VARIABLE, "").strip().lower()
+    if word and word not in tuple(EncryptMode):
+        raise ConfigError(f"{ENCRYPT_VARIABLE} must be one of {', '.join(EncryptMode)}, not {word!r}")
+    return EncryptMode(word) if word else configured
+
+
 DEFAULT_LANES = (Lane.MAPPED, Lane.UCX, Lane.CMA, Lane.UNIX, Lane.STREAM)
 LANES_VARIABLE = "KVXFER_LANES"
 
@@ -115,11 +129,18 @@ class AgentConfig:
     """How one agent behaves towards its peers."""
 
     bind_host: str = "127.0.0.1"
-    """Where the native core listens. Anything but loopback needs ``insecure=True`` until the stream lane has TLS."""
+    """Where the native core listens. Anything but loopback needs ``insecure`` if sessions cannot be encrypted."""
     bind_port: int = 0
     advertise_host: str = ""
     """The host that peers dial, if it differs from ``bind_host`` (containers). Empty: ``bind_host``."""
     insecure: bool = False
+    """Accept sessions with other hosts that are not encrypted: where ``encrypt`` is ``never``, or ``auto`` and there is
+    no OpenSSL."""
+    encrypt: EncryptMode = EncryptMode.AUTO
+    """``KVXFER_ENCRYPT`` in the environment has precedence."""
+    openssl_library: str = ""
+    """``libssl.so.3``, or a file; ``KVXFER_OPENSSL_LIBRARY`` has precedence. Empty: as the loader finds it. Loaded for
+    the first session that is encrypted, or at the start of an agent that listens beyond loopback."""
     discovery: bool = False
     """Without a coordinator: know the agents whose signed metadata the application passes on, and admit every peer that
     proves the cluster token."""
@@ -222,6 +243,8 @@ class AgentConfig:
             raise ConfigError(f"progress must be one of {', '.join(ProgressMode)}, not {self.progress!r}")
         checksum_mode("post_checksum", self.post_checksum)
         check_coordinator_files(self.coordinator_ca_file, self.coordinator_cert_file, self.coordinator_key_file)
+        if self.encrypt not in tuple(EncryptMode):
+            raise ConfigError(f"encrypt must be one of {', '.join(EncryptMode)}, not {self.encrypt!r}")
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
         if not 0 <= self.bind_port < 65536:

@@ -83,6 +83,18 @@ class ChecksumMode(enum.StrEnum):
     """One transfer in 16, if its lane has checksums."""
 
 
+class EncryptMode(enum.StrEnum):
+    """Which TCP sessions of an agent are encrypted: lane ``stream``, and what is said about a ``ucx`` read. An agent
+    never takes a session that is plain where its own mode wants it encrypted, whatever the peer asks for."""
+
+    AUTO = "auto"
+    """Those with other hosts. One with the same host is encrypted if its dialer insists."""
+    ALWAYS = "always"
+    """All; OpenSSL must be there."""
+    NEVER = "never"
+    """None. Beyond loopback this needs ``insecure``."""
+
+
 class MemoryKind(enum.StrEnum):
     """Where memory is: the CPU can access ``HOST`` memory, only a device can access ``CUDA`` memory."""
 

@@ -1490,6 +1490,20 @@ class CoreStatistics:
         Reads thrown away because their bytes did not match the source's checksums.
         """
 
+    @property
+    def sessions_tls(self) -> int:
+        """Those of `sessions_tcp` that are encrypted."""
+
+    @property
+    def tls_failures(self) -> int:
+        """
+        Encrypted sessions that were up, and ended because a record was not the peer's.
+        """
+
+    @property
+    def tls_key_updates(self) -> int:
+        """Times that this agent changed the key that it sends by."""
+
 class Region:
     """
     Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays mapped while this object, a view of its buffer or a
@@ -1548,12 +1562,14 @@ class Core:
     nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). Events come through `fileno()` and `drain()`.
     """
 
-    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread') -> None:
+    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread', encrypt: str = 'auto', openssl_library: str = '', tolerates_plain: bool = False, records_per_key: int = 4194304) -> None:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
         `mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: "thread", the core's own and
-        one that waits; "caller", also one that posts or drains.
+        one that waits; "caller", also one that posts or drains. `encrypt`: TCP sessions by TLS: "auto", those with other hosts; "always";
+        "never". `openssl_library`: libssl of OpenSSL 3, loaded for the first such session; empty: as the loader finds it. `tolerates_plain`: "auto"
+        is "never" where it cannot be loaded. `records_per_key`: a key encrypts at most so many records of 16 KiB.
         """
 
     def start(self) -> None:
@@ -1769,6 +1785,12 @@ def cma_obstacle(pid: int = 0) -> str:
     """
     Why this process can read no other process of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
     With a process id: why it cannot read that process.
+    """
+
+def openssl_version(path: str = '') -> str:
+    """
+    Loads OpenSSL 3 into this process, permanently, and returns its version. `path`: libssl; empty: as the loader finds it. A later call gets
+    the library that is loaded. Raises LaneUnavailableError if it cannot be used.
     """
 
 def cma_missing_calls() -> str:

@@ -138,6 +138,7 @@ struct CoreStatistics {
   uint64_t frames_in, frames_out, wakeups;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
+  uint64_t sessions_tls, tls_failures, tls_key_updates;
 };
 
 void bind_statistics(nb::module_& m) {
@@ -169,7 +170,10 @@ void bind_statistics(nb::module_& m) {
       .def_ro("dials_failed", &S::dials_failed)
       .def_ro("mappings", &S::mappings, "Pools and regions of peers that this agent may read by a one-sided lane.")
       .def_ro("mappings_refused", &S::mappings_refused)
-      .def_ro("checksum_failures", &S::checksum_failures, "Reads thrown away because their bytes did not match the source's checksums.");
+      .def_ro("checksum_failures", &S::checksum_failures, "Reads thrown away because their bytes did not match the source's checksums.")
+      .def_ro("sessions_tls", &S::sessions_tls, "Those of `sessions_tcp` that are encrypted.")
+      .def_ro("tls_failures", &S::tls_failures, "Encrypted sessions that were up, and ended because a record was not the peer's.")
+      .def_ro("tls_key_updates", &S::tls_key_updates, "Times that this agent changed the key that it sends by.");
 }
 
 CoreStatistics snapshot(PyCore& self) {
@@ -179,7 +183,8 @@ CoreStatistics snapshot(PyCore& self) {
           s.runs_cma.get(),          s.calls_cma.get(),   s.gets_ucx.get(),      s.gets_ucx_most.get(),     s.runs_streamed_out.get(),
           s.calls_streamed_out.get(), s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),
           s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.sessions_ended.get(), s.dials.get(),         s.dials_failed.get(),
-          s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
+          s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get(),
+          s.sessions_tls.get(),      s.tls_failures.get(), s.tls_key_updates.get()};
 }
 
 HugePages to_huge_pages(const std::string& word) {
@@ -211,6 +216,13 @@ ProgressMode to_progress(const std::string& word) {
   if (word == "thread") return ProgressMode::Thread;
   if (word == "caller") return ProgressMode::Caller;
   throw Error(Code::invalid_argument, "progress is \"thread\" or \"caller\", not \"" + word + "\"");
+}
+
+EncryptionMode to_encryption(const std::string& word) {
+  if (word == "auto") return EncryptionMode::BetweenHosts;
+  if (word == "never") return EncryptionMode::Never;
+  if (word == "always") return EncryptionMode::Always;
+  throw Error(Code::invalid_argument, "encrypt is \"auto\", \"always\" or \"never\", not \"" + word + "\"");
 }
 
 // From now, at most an hour.
@@ -256,17 +268,22 @@ void bind_core_class(nb::module_& m) {
                      "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). Events come through `fileno()` and `drain()`.")
       .def("__init__",
            [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path,
-              std::string ucx_library, std::string ucx_tls, unsigned copy_threads, const std::string& progress) {
-             CoreOptions options{std::move(bind_host), bind_port, std::move(unix_path), {std::move(ucx_library), std::move(ucx_tls)}, copy_threads, to_progress(progress)};
+              std::string ucx_library, std::string ucx_tls, unsigned copy_threads, const std::string& progress,
+              const std::string& encrypt, std::string openssl_library, bool tolerates_plain, uint64_t records_per_key) {
+             CoreOptions options{std::move(bind_host), bind_port, std::move(unix_path), {std::move(ucx_library), std::move(ucx_tls)}, copy_threads, to_progress(progress),
+                                 {to_encryption(encrypt), std::move(openssl_library), tolerates_plain, records_per_key}};
              without_gil([&] { new (self) PyCore(std::move(agent), limits, std::move(options)); });
            },
            nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
            nb::arg("ucx_library") = "", nb::arg("ucx_tls") = "", nb::arg("copy_threads") = 0,
-           nb::arg("progress") = "thread",
+           nb::arg("progress") = "thread", nb::arg("encrypt") = "auto", nb::arg("openssl_library") = "", nb::arg("tolerates_plain") = false,
+           nb::arg("records_per_key") = EncryptionOptions{}.records_per_key,
            "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
            "`mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own and\n"
-           "one that waits; \"caller\", also one that posts or drains.")
+           "one that waits; \"caller\", also one that posts or drains. `encrypt`: TCP sessions by TLS: \"auto\", those with other hosts; \"always\";\n"
+           "\"never\". `openssl_library`: libssl of OpenSSL 3, loaded for the first such session; empty: as the loader finds it. `tolerates_plain`: \"auto\"\n"
+           "is \"never\" where it cannot be loaded. `records_per_key`: a key encrypts at most so many records of 16 KiB.")
       .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError if a socket cannot be bound.")
       .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and reading methods may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })

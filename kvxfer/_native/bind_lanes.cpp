@@ -6,6 +6,7 @@
 #include "bind_casters.hpp"
 #include "lanes/cma.hpp"
 #include "lanes/crc32c.hpp"
+#include "lanes/openssl_api.hpp"
 
 namespace kvxfer {
 namespace {
@@ -60,6 +61,9 @@ void bind_lanes(nb::module_& m) {
         nb::arg("pid") = 0,
         "Why this process can read no other process of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.\n"
         "With a process id: why it cannot read that process.");
+  m.def("openssl_version", [](const std::string& path) { return openssl::load(path).version; }, nb::arg("path") = "",
+        "Loads OpenSSL 3 into this process, permanently, and returns its version. `path`: libssl; empty: as the loader finds it. A later call gets\n"
+        "the library that is loaded. Raises LaneUnavailableError if it cannot be used.");
   m.def("cma_missing_calls", &cma_missing_calls,
         "Why this process cannot make the system calls of the `cma` lane (process_vm_readv, pidfd_open); empty: it can.");
 }

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.config import AgentConfig, allowed_lanes, is_loopback
+from kvxfer.config import AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
 from kvxfer.transport import ucx
 from kvxfer.transport.base import (
@@ -41,6 +41,7 @@ from kvxfer.transport.base import (
     limits_from,
     write_ref,
 )
+from kvxfer.transport.encryption import session_encryption
 from kvxfer.transport.socket_place import SocketPlace, find_socket_place
 from kvxfer.types import (
     AgentRef,
@@ -80,11 +81,7 @@ class NativeBinding:
             raise ConfigError(f"none of the lanes {', '.join(allowed)} can join processes here")
         host = _numeric(config.bind_host)
         advertised = _numeric(config.advertise_host) if config.advertise_host else host
-        if not is_loopback(host) and not config.insecure:
-            raise ConfigError(
-                f"bind_host {config.bind_host!r} is not loopback, and the stream lane does not encrypt yet: "
-                "set insecure to accept that on a trusted network"
-            )
+        self._encryption = session_encryption(config, host)
         if ipaddress.ip_address(advertised).is_unspecified:
             raise ConfigError(f"bind_host {config.bind_host!r} is no address that peers can dial: set advertise_host")
         self._host = host
@@ -118,6 +115,9 @@ class NativeBinding:
             ucx_tls=self._ucx[1],
             copy_threads=config.copy_threads,
             progress=str(config.progress),
+            encrypt=str(self._encryption.mode),
+            openssl_library=self._encryption.library,
+            tolerates_plain=self._encryption.tolerates_plain,
         )
         core.start()
         if self._held is not None:

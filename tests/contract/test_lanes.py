@@ -10,7 +10,7 @@ import pytest
 from kvxfer.testing.contract.parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
 from kvxfer.testing.contract.suite import CHECKS
 from kvxfer.transport import ucx
-from kvxfer.types import Lane, ProgressMode
+from kvxfer.types import EncryptMode, Lane, ProgressMode
 
 MAKERS: dict[str, Callable[[], LaneMaker]] = {
     "memory": MemoryLaneMaker,
@@ -20,7 +20,11 @@ MAKERS: dict[str, Callable[[], LaneMaker]] = {
     "cma": functools.partial(NativeLaneMaker, Lane.CMA),
     "ucx": functools.partial(NativeLaneMaker, Lane.UCX),
     "mapped-by-callers": functools.partial(NativeLaneMaker, Lane.MAPPED, ProgressMode.CALLER),
+    "stream-tls": functools.partial(NativeLaneMaker, Lane.STREAM, encrypt=EncryptMode.ALWAYS),
     "stream-by-callers": functools.partial(NativeLaneMaker, Lane.STREAM, ProgressMode.CALLER),
+    "stream-tls-by-callers": functools.partial(
+        NativeLaneMaker, Lane.STREAM, ProgressMode.CALLER, encrypt=EncryptMode.ALWAYS
+    ),
 }
 
 UCX = ucx.find_library()

@@ -32,18 +32,20 @@ Connection::Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statisti
       outbox_(statistics, tools.pipes) {}
 
 Connection::~Connection() {
+  if (is_up_ && tls_) statistics_.sessions_tls.subtract();
   if (is_up_) (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).subtract();
 }
 
 // --- in ---
 
 void Connection::receive(size_t budget) {
+  if ((wire_ == Wire::Accepted || wire_ == Wire::Dialed) && !is_closing() && !has_decided()) return;
   if (is_paused_ && !must_wait()) take_frames();
   while (budget != 0 && !must_wait()) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
     const size_t got = is_closing() ? read_away() : is_frames ? read_frames() : read_payload();
     if (got == 0) return;
-    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // nothing is left: epoll reports when more comes
+    if (is_frames && !tls_ && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // nothing is left: epoll reports when more comes
     budget -= std::min(budget, got);
     if (shared_.is_backed_up()) return;
   }
@@ -77,6 +79,7 @@ size_t Connection::read_frames() {
 
 // Any read from a Unix socket may bring descriptors; without room for them the kernel would drop them.
 ssize_t Connection::read_some(iovec* vectors, size_t count) {
+  if (tls_) return read_tls(vectors, count);
   if (kind_ != SessionKind::Unix) {
     return count == 1 ? ::recv(fd_.get(), vectors->iov_base, vectors->iov_len, MSG_DONTWAIT) : ::readv(fd_.get(), vectors, static_cast<int>(count));
   }
@@ -122,6 +125,7 @@ void Connection::take_frames() {
 }
 
 void Connection::on_frame(const Frame& frame) {
+  if (wire_ != Wire::Plain && is_refusal(frame)) return;
   if (refuses(frame)) return;
   const auto* data = std::get_if<Data>(&frame);
   std::optional<AgentRef> proven;
@@ -146,8 +150,9 @@ void Connection::on_up(const AgentRef& peer) {
   is_up_ = true;
   peer_nonce_ = peer.boot_nonce;
   (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
+  if (tls_) statistics_.sessions_tls.add();
   is_near_ = kind_ == SessionKind::Unix;
-  if (is_near_) return;
+  if (is_near_ || tls_) return;  // what is encrypted is copied
   const std::optional<PeerAddress> address = shared_.address(peer);
   is_near_ = is_local(fd()) || (address && !address->unix_path.empty());
 }
@@ -232,6 +237,7 @@ size_t Connection::put_into(const iovec* runs, size_t count, const uint8_t* from
 size_t Connection::read_payload() {
   const uint64_t pending = decoder_.payload_pending();
   const bool is_wanted = may_land();
+  if (is_wanted && tls_ && !landing_->memory.is_ours && !landing_->scatter) return read_copied();
   uint8_t tail[kTailBytes];
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
@@ -340,6 +346,10 @@ void Connection::flush(size_t budget) {
   }
   if (is_closing() && outbox_.is_empty() && !is_shut_down_) {
     is_shut_down_ = true;
+    if (tls_) {
+      tls_->end();
+      tls_->flush();
+    }
     ::shutdown(fd_.get(), SHUT_WR);
   }
 }

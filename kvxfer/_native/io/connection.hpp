@@ -4,6 +4,9 @@
 //
 // While blocks come in, each read from the socket is vectored into the blocks themselves with room behind them for the
 // header of the frame that follows, so that a chunk costs no extra call.
+//
+// A TCP session may go through TLS (tls_channel.hpp). Each end decides by its own Encryption whether it must: the dialer when it
+// begins, the acceptor when it sees the first byte. An end that cannot agree says so in a frame without TLS, and hangs up.
 #pragma once
 
 #include <map>
@@ -30,11 +33,15 @@ class Connection {
   Nanos close_at() const { return close_at_; }
   Outbox& outbox() { return outbox_; }
 
+  // Call once, when `session` and `dialed` are set. Decides whether a session that we dial is encrypted.
+  void begin();
   // Reads about `budget` bytes of what is there. Throws Error: transport if the connection is lost, protocol or overloaded if the
   // peer is at fault.
   void receive(size_t budget);
   // Whether it stops reading from the socket until a device has taken the bytes that came for it.
   bool is_paused() const { return is_paused_; }
+  // Whether TLS has bytes that receive() has not read: the socket need not become readable for them.
+  bool has_buffered() const { return tls_ && !is_paused_ && !is_closing() && tls_->has_buffered(); }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
   bool is_corked() const { return outbox_.is_corked(); }
@@ -63,6 +70,16 @@ class Connection {
 
  private:
   void withdraw_maps(const Withdrawn& gone);
+  // connection_wire.cpp: what the bytes go through
+  bool has_decided();
+  bool decide(bool is_record);
+  ssize_t read_tls(const iovec* vectors, size_t count);
+  void become_plain();
+  Bytes32 secret_of(std::string_view identity);
+  bool is_refusal(const Frame& frame);
+  void refuse(const Error& error);
+  size_t read_copied();   // as read_payload(), through TLS into memory that may be gone
+
   size_t read_frames();   // into the decoder; returns the bytes that came
   size_t read_payload();  // into blocks, or thrown away
   size_t read_away();     // thrown away: the session is closing
@@ -97,6 +114,11 @@ class Connection {
   SharedEndpoint& shared_;
   Statistics& statistics_;
   LaneTools& tools_;
+  // Plain: as the frames are. Accepted, Dialed (by TLS): nothing has come yet. Refused: the peer answers to TLS without it.
+  enum class Wire : uint8_t { Plain, Accepted, Dialed, Tls, Refused };
+  Wire wire_ = Wire::Plain;
+  std::unique_ptr<TlsChannel> tls_;
+  AgentRef tls_peer_;                       // whose secret an accepted session proved
   Decoder decoder_;
   Outbox outbox_;
   std::unique_ptr<IncomingBlocks> landing_;

@@ -71,6 +71,7 @@ void Core::start() {
   LaneTools tools;
   tools.copier = std::make_shared<Copier>(options_.copy_threads == 0 ? CopyThreads::of_host() : CopyThreads{options_.copy_threads, options_.copy_threads});
   tools.staging = std::make_unique<Staging>();
+  tools.encryption = std::make_shared<Encryption>(options_.encryption);
   try {
     if (ucx_) tools.ucx = std::make_unique<UcxWorker>(ucx_);
   } catch (const Error& error) {

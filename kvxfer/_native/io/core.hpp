@@ -18,6 +18,7 @@ struct CoreOptions {
   UcxOptions ucx;
   unsigned copy_threads = 0;   // of `mapped` and `cma`, the IO thread among them; 0: as many as processors are idle
   ProgressMode progress = ProgressMode::Thread;
+  EncryptionOptions encryption;
 };
 
 class Core {

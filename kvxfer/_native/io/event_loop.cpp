@@ -158,6 +158,7 @@ Nanos EventLoop::round() {
   const std::vector<Withdrawn> withdrawn = shared_.take_withdrawn();
   if (tools_.ucx) tools_.ucx->progress();
   if (tools_.staging->is_used()) settle_copies();
+  for (const Key key : std::exchange(buffered_, {})) on_ready(key, EPOLLIN);
   bool has_more = reads_.work(portion_);
   flush_touched();
   bool is_quiet = false;
@@ -172,7 +173,7 @@ Nanos EventLoop::round() {
     flush_touched();
   }
   uncork();
-  if (!is_quiet || has_more || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
+  if (!is_quiet || has_more || reads_.has_new() || !touched_.empty() || !buffered_.empty() || shared_.has_withdrawn()) return 0;
   if (tools_.staging->is_busy()) until = std::min(until, now + kCopiesRest);
   // A deadline that a tick left in the past must not make this loop spin.
   return until <= now ? now + kMillisecond : until;
@@ -191,6 +192,7 @@ void EventLoop::on_ready(Key key, uint32_t events) {
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) == 0) return;  // the round flushes what can go out
   try {
     found->second->receive(portion_);
+    if (found->second->has_buffered()) buffered_.push_back(key);
     while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) {
       if (prefaulting_.size() < kPrefaultingMax) prefaulting_.push_back(memory);
     }

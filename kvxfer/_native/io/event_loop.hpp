@@ -104,6 +104,7 @@ class EventLoop {
   Reads reads_;
   std::deque<std::weak_ptr<RemoteMemory>> prefaulting_;
   std::vector<Key> touched_;  // connections that may have something to send, or to be watched for
+  std::vector<Key> buffered_;  // connections with bytes to read that epoll does not report
   std::vector<Key> corked_;   // connections whose last bytes the kernel holds back
   Key next_key_ = kStagingKey + 1;
   Nanos accept_again_at_ = kNever;  // listeners rest while there are no descriptors left

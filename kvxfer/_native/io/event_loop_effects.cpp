@@ -129,7 +129,7 @@ void EventLoop::uncork() {
 }
 
 void EventLoop::watch(Key key, Connection& connection) {
-  const bool has_out = !connection.outbox().is_empty() && !connection.outbox().is_waiting();
+  const bool has_out = connection.outbox().wants_out();
   const uint32_t interest = (connection.is_paused() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (has_out ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   if (interest == connection.interest) return;
   connection.interest = interest;

@@ -58,6 +58,7 @@ void EventLoop::open(Fd fd, SessionKind kind, std::optional<AgentRef> dialed) {
   connection->interest = EPOLLIN;
   poller_.add(connection->fd(), EPOLLIN, key);
   by_session_[connection->session] = key;
+  connection->begin();
   connections_.emplace(key, std::move(connection));
 }
 

@@ -10,6 +10,7 @@
 #include "lanes/splice.hpp"
 #include "lanes/staging.hpp"
 #include "lanes/ucx_worker.hpp"
+#include "tls_channel.hpp"
 
 namespace kvxfer {
 
@@ -20,6 +21,8 @@ struct LaneTools {
   std::unique_ptr<UcxWorker> ucx;  // null: that lane is off
   std::unique_ptr<Staging> staging;
   SplicePipes pipes;
+  std::shared_ptr<const Encryption> encryption;
+  TlsBuffers tls;
   // Holds bytes for a decoder, or bytes to throw away.
   std::unique_ptr<uint8_t[]> scratch{new uint8_t[kScratchBytes]};
 };

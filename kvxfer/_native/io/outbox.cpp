@@ -75,9 +75,10 @@ bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
 }
 
 // Adds the part of an item's payload that may go out now. For blocks, `sending` has begun.
-void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes) {
+void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes, size_t bytes_max) {
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
+  if (payload.frame.has_checksums) bytes_max = std::min(bytes_max, kChecksummedBytesMax);
   std::pair<const uint8_t*, size_t> staged{nullptr, 0};
   if (payload.gather && left != 0 && !payload.has_ended) {
     payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id, payload.serial); });
@@ -88,14 +89,13 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
-    const size_t looked = payload.frame.has_checksums ? std::min(size, kChecksummedBytesMax) : size;
+    const size_t looked = std::min(size, bytes_max);
     payload.add_checksums(data, looked);
     vectors[count++] = {const_cast<uint8_t*>(data), looked};
     bytes += looked;
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    const size_t bytes_max = payload.frame.has_checksums ? kChecksummedBytesMax : kSendBytesMax;
     const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
     if (payload.frame.has_checksums) payload.add_checksums(looked);
     count += used;
@@ -147,6 +147,8 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& fin
 bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   sent_last_ = 0;
   is_waiting_ = false;
+  if (is_mute_) return false;
+  if (tls_) return send_sealed(shared, finished, may_cork);
   if (items_.empty()) return false;
   if (const Item& first = items_.front(); first.payload && first.begin == first.bytes.size() && is_spliced(*first.payload)) {
     return send_spliced(fd, shared, finished, may_cork);
@@ -172,7 +174,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     if ((is_more = is_spliced(*item.payload))) break;
     if (count == kIovecsMax) break;
     try {
-      gather(item, sending, vectors, count, bytes);
+      gather(item, sending, vectors, count, bytes, kSendBytesMax);
     } catch (const Error& error) {
       if (error.code() != Code::memory_gone) throw;
       abandon(*item.payload, error.what());

@@ -13,6 +13,7 @@
 #include "lanes/stream.hpp"
 #include "shared_endpoint.hpp"
 #include "statistics.hpp"
+#include "tls_channel.hpp"
 
 namespace kvxfer {
 
@@ -39,7 +40,13 @@ class Outbox {
   void push(const Frame& frame);
   void push_map(const Map& map, std::shared_ptr<Region> region);  // `region`: of the descriptor beside it, or none
   void push_data(SendData send, OwnMemory memory, Staging& staging);
-  bool is_empty() const { return items_.empty(); }
+  // From now on everything goes through `tls`, which outlives this or is replaced by null. Nothing was sent yet.
+  void set_tls(TlsChannel* tls) { tls_ = tls; }
+  // Nothing goes out any more.
+  void mute() { is_mute_ = true; }
+  bool is_empty() const { return is_mute_ || (items_.empty() && !(tls_ && tls_->has_unsent())); }
+  // Whether the kernel's readiness is waited for.
+  bool wants_out() const { return !is_empty() && ((tls_ && tls_->has_unsent()) || (!items_.empty() && !is_waiting_ && (!tls_ || tls_->is_up()))); }
   bool is_waiting() const { return is_waiting_; }  // for bytes of a device, which the kernel cannot read
   size_t frame_bytes() const { return frame_bytes_; }  // queued, without payload
   // Drops frames with blocks that have not begun. A frame that has begun continues: while its grant is alive, the reader may get it
@@ -66,11 +73,16 @@ class Outbox {
     std::unique_ptr<OutgoingBlocks> payload;
   };
 
+  // outbox_tls.cpp
+  bool send_sealed(SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
+  bool copy_foreign(OutgoingBlocks& payload, iovec* vectors, size_t& count, size_t begin, size_t bytes);
+  void settle(std::vector<Sent>& finished);
+
   bool is_spliced(const OutgoingBlocks& payload) const;
   bool fill_pipe(const OutgoingBlocks& payload);
   bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
   bool took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished);
-  void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
+  void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes, size_t bytes_max);
   void abandon(OutgoingBlocks& payload, const std::string& text);
   void consume(size_t bytes, std::vector<Sent>& finished);
 
@@ -78,9 +90,11 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_waiting_ = false, is_corked_ = false;
+  bool is_waiting_ = false, is_corked_ = false, is_mute_ = false;
   SplicePipes& pipes_;
   std::vector<Unreadable> unreadable_;
+  TlsChannel* tls_ = nullptr;
+  std::deque<std::pair<uint64_t, Sent>> sealed_;  // encrypted to the end, and finished once so much ciphertext was sent
   std::unique_ptr<SplicePipe> pipe_;  // holds the next bytes of the first item's payload, or null
 };
 

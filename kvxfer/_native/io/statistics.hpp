@@ -38,6 +38,7 @@ struct Statistics {
   Counter frames_in, frames_out, wakeups;
   Counter connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   Counter mappings, mappings_refused, checksum_failures;
+  Counter sessions_tls, tls_failures, tls_key_updates;
 };
 
 }  // namespace kvxfer

@@ -166,6 +166,10 @@ class Endpoint {
   void closed(SessionId session, Nanos now, Effects& out);
   void heard(SessionId session, Nanos now);  // bytes came, perhaps not yet a whole frame
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
+  // The key that a session with this peer must prove, as the proof in HELLO does; none: the peer is not known in that incarnation.
+  std::optional<Bytes32> key_for(SessionId session, const AgentRef& peer) const;
+  // The shell cannot let the session go on: the peer gets an ERROR, and the session ends.
+  void fail_session(SessionId session, Code code, const std::string& text, Nanos now, Effects& out);
 
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);

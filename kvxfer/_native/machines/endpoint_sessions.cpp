@@ -28,6 +28,14 @@ std::optional<Bytes32> Endpoint::key_of(const AgentRef& peer, Session& session) 
   return admission_.key_of(self_, peer, registered);
 }
 
+std::optional<Bytes32> Endpoint::key_for(SessionId session, const AgentRef& peer) const {
+  const auto found = sessions_.find(session);
+  const auto known = peers_.find(peer);
+  if (found == sessions_.end() || peer == self_) return std::nullopt;
+  const std::optional<Bytes32> registered = known != peers_.end() ? known->second.key : std::nullopt;
+  return found->second.is_dialed ? registered : admission_.key_of(self_, peer, registered);
+}
+
 bool Endpoint::is_admitted(const AgentRef& peer) const {
   const auto it = peers_.find(peer);
   return it != peers_.end() && !it->second.key;
@@ -258,6 +266,11 @@ void Endpoint::hang_up(SessionId id, Code code, const std::string& text, Nanos n
   const SessionKind kind = found->second.kind;
   remove(found);
   dial_failed(peer, kind, code, text, now, out);
+}
+
+void Endpoint::fail_session(SessionId id, Code code, const std::string& text, Nanos now, Effects& out) {
+  out.push_back(SendFrame{id, ErrorFrame{{}, 0, code, text}});
+  hang_up(id, code, text, now, out);
 }
 
 void Endpoint::heard(SessionId session, Nanos now) {

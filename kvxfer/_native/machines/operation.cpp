@@ -49,7 +49,7 @@ void Operation::dial_failed(Code code, const std::string& text, Nanos now, Effec
   if (is_final(state_) || session_ != 0) return;
   // A Unix socket that refuses us will go on refusing; an owner that does not know us yet will learn of us.
   const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
-  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
+  if (code == Code::no_lane || (is_closed_to_us && lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
   unreachable_text_ = ": " + text;
   if (now - unreachable_since_ >= limits_.reconnect_ns) {

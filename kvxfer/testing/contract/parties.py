@@ -31,6 +31,7 @@ from kvxfer.transport.network import MemoryNetwork
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
+    EncryptMode,
     Exposure,
     GrantState,
     Incarnation,
@@ -243,9 +244,15 @@ class MemoryLaneMaker:
 class NativeLaneMaker:
     """A lane of the native core, on this host and in real time."""
 
-    def __init__(self, lane: Lane, progress: ProgressMode = ProgressMode.THREAD) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        progress: ProgressMode = ProgressMode.THREAD,
+        encrypt: EncryptMode = EncryptMode.AUTO,
+    ) -> None:
         self._lane = lane
         self._progress = progress
+        self._encrypt = encrypt
 
     @property
     def lane(self) -> Lane:
@@ -253,7 +260,7 @@ class NativeLaneMaker:
 
     def open(self, agent_id: str, config: AgentConfig) -> Transport:
         ref = AgentRef(agent_id, Incarnation(next(_numbers), secrets.token_bytes(16)))
-        config = dataclasses.replace(config, lanes=(self._lane,), progress=self._progress)
+        config = dataclasses.replace(config, lanes=(self._lane,), progress=self._progress, encrypt=self._encrypt)
         return NativeBinding(config).open(ref, config)
 
     def wait(self, parties: Sequence[LaneParty], until: Callable[[], bool], within_s: float) -> bool:

@@ -22,7 +22,7 @@ QUIET_S = 0.6
 """More than a connection takes to be hung up on by both sides (0.5 s)."""
 RSS_MARGIN_KIB = 3 << 10
 """Of an allocator: a thousand rounds that leak 3 KiB each leave more."""
-GAUGES = ("connections", "sessions_tcp", "sessions_unix")
+GAUGES = ("connections", "sessions_tcp", "sessions_unix", "sessions_tls")
 
 
 class Rounds(Protocol):
