@@ -30,8 +30,8 @@ CLIENT_PORT, PEER_PORT = 2379, 2380
 
 
 class EtcdNodes:
-    """One etcd of ``count`` nodes. A node keeps its address and its folder when it is started again. With a CA they speak
-    TLS, and let in who shows a certificate of it."""
+    """One etcd of ``count`` nodes. A node keeps its address and its folder when it is started again. With a CA they
+    speak TLS, and let in who shows a certificate of it."""
 
     def __init__(
         self,
