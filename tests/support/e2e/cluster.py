@@ -56,7 +56,13 @@ class Cluster:
         self._leg_key_file = directory / "leg-key"
         self._leg_key_file.touch(0o600)
         self._leg_key_file.write_text(TEST_LEG_KEY)
-        self._client = httpx.AsyncClient(trust_env=False, timeout=30.0, headers={"x-kvxfer-leg-key": TEST_LEG_KEY})
+        # A server closes idle connections after some seconds: one that is used again at that moment fails.
+        self._client = httpx.AsyncClient(
+            trust_env=False,
+            timeout=30.0,
+            headers={"x-kvxfer-leg-key": TEST_LEG_KEY},
+            limits=httpx.Limits(keepalive_expiry=1.0),
+        )
 
     def _on_line(self, name: str, line: str) -> None:
         self.lines.append(f"[{name}] {line}")
