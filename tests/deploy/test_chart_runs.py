@@ -14,14 +14,15 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
+from kvxfer.trust.identity import CertRole
 from tests.support.child import environment
 from tests.support.fake_workers import eventually
 from tests.support.helm.chart import MISSING, PYTHON, rendered
 from tests.support.started import Started, kvxfer, ready
+from tests.support.trust import ClusterAuthority
 
 pytestmark = [
     pytest.mark.checkout,
@@ -29,16 +30,13 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
 ]
 
-SERVING = b"\x08\x01"
-"""An answer of the standard health service: field 1 is 1."""
-
 
 class Node:
     """Where pods run: ``root`` stands for their file systems. Containers share it, and have an address of their own."""
 
-    def __init__(self, root: pathlib.Path, model: pathlib.Path) -> None:
+    def __init__(self, root: pathlib.Path, model: pathlib.Path, variant: str) -> None:
         self.root = root
-        self.found = rendered("kvxfer")
+        self.found = rendered(variant)
         self.parts: dict[str, Started] = {}
         self.urls: dict[str, str] = {}
         self._model = model
@@ -52,34 +50,52 @@ class Node:
             path.chmod(0o400)
         self._changes = {
             "/etc/kvxfer/secrets": str(self.secrets),
+            "/etc/kvxfer/revoked": str(root / "revoked"),
             "/var/lib/kvxfer": str(self._home),
             "--host=0.0.0.0": "--host=127.0.0.1",
             "$(POD_IP)": "127.0.0.1",
             "--model=smollm2-135m-instruct": f"--model={model}",
-            f"{self.found.one('Service', 'coordinator')['metadata']['name']}:7400": "",
         }
+        self._service = f"{self.found.one('Service', 'coordinator')['metadata']['name']}:7400"
+        (self._home / "store").mkdir()
+        if self.found.has_grpc_tls:
+            self._certify()
+
+    def _certify(self) -> None:
+        """What the secrets and the ConfigMap of tls.grpc hold."""
+        authority = ClusterAuthority(self.root / "certs", "llm")
+        for part in ("coordinator", "router", "prefill", "decode"):
+            issued = authority.issue(CertRole(part), part)
+            place = self.root / f"grpc-tls-{part}"
+            place.mkdir()
+            contents = {"tls.crt": issued.cert_file, "tls.key": issued.key_file, "ca.crt": authority.ca_file}
+            for name, source in contents.items():
+                shutil.copy(source, place / name)
+        (listed,) = [one["data"] for one in self.found.of("ConfigMap") if "revoked" in one["data"]]
+        (self.root / "revoked").mkdir()
+        (self.root / "revoked" / "revoked").write_text(listed["revoked"])
 
     def container(self, component: str) -> dict[str, Any]:
         (found,) = [c for name, _, c in self.found.containers() if name == component and c["name"] == component]
         return found
 
-    def here(self, word: str, pod: str) -> str:
+    def here(self, word: str, pod: str, component: str) -> str:
         """A word of a container, as it is on this machine. Ports are free ones."""
-        for name, value in {**self._changes, "$(POD_NAME)": pod}.items():
+        own = {"$(POD_NAME)": pod, "/etc/kvxfer/grpc-tls": str(self.root / f"grpc-tls-{component}")}
+        for name, value in {**self._changes, **own}.items():
             word = word.replace(name, value)
         return re.sub(r"^(--(?:\w+-)?port=)\d+$", r"\g<1>0", word)
 
     async def start(self, component: str, pod: str) -> dict[str, str]:
         container = self.container(component)
-        words = [self.here(word, pod) for word in container["args"]]
-        variables = {one["name"]: self.here(one["value"], pod) for one in container["env"] if "value" in one}
+        words = [self.here(word, pod, component) for word in container["args"]]
+        variables = {one["name"]: self.here(one["value"], pod, component) for one in container["env"] if "value" in one}
         part = Started(pod, kvxfer(*words), self.root, environment(**variables))
         self.parts[pod] = part
         said = await ready(part)
         self.urls[pod] = said.get("http_url", "")
         if component == "coordinator":
-            service = f"{self.found.one('Service', 'coordinator')['metadata']['name']}:7400"
-            self._changes[service] = said["address"]
+            self._changes[self._service] = said["address"]
         return said
 
     async def probed(self, component: str, pod: str, kind: str) -> int:
@@ -91,8 +107,8 @@ class Node:
     async def drain(self, component: str, pod: str, router: str) -> str:
         """The pod's preStop."""
         container = self.container(component)
-        values = {one["name"]: self.here(one.get("value", ""), pod) for one in container["env"]}
-        values |= {"POD_NAME": pod, "DRAIN_ROUTERS": self.urls[router], "PATH": f"{self.root}:/usr/bin:/bin"}
+        values = {one["name"]: self.here(one.get("value", ""), pod, component) for one in container["env"]}
+        values |= {"DRAIN_ROUTERS": self.urls[router], "PATH": f"{self.root}:/usr/bin:/bin"}
         values["DRAIN_LIVE_URL"] = self.urls[pod] + values["DRAIN_LIVE_URL"].rpartition(":8000")[2]
         for name, module in (("kvxfer", "-m kvxfer.cli"), ("python3", "")):
             (self.root / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
@@ -118,26 +134,22 @@ class Node:
 
 
 @pytest.fixture
-async def node(tmp_path: pathlib.Path) -> AsyncIterator[Node]:
+async def node(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     from kvxfer.engine.tiny import make_tiny_model
 
     model = make_tiny_model(tmp_path / "tiny", max_position_embeddings=1024, seed=1)
-    node = Node(tmp_path, model)
+    node = Node(tmp_path, model, request.param)
     try:
         yield node
     finally:
         node.end()
 
 
-async def is_serving(address: str) -> bool:
-    """What a probe of kind ``grpc`` asks: without a token, and of no service by name."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        return bool(await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10) == SERVING)
-
-
+@pytest.mark.parametrize("node", ["kvxfer", "kvxfer-own-trust"], indirect=True)
 async def test_what_the_pods_run_serves_a_request_and_ends_in_order(node: Node) -> None:
-    coordinator = await node.start("coordinator", "c")
-    assert await is_serving(coordinator["address"])
+    await node.start("coordinator", "c")
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert await node.probed("coordinator", "c", kind) == 200
     await node.start("router", "r")
     assert await node.probed("router", "r", "livenessProbe") == 200
     assert await node.probed("router", "r", "readinessProbe") == 503  # there is no worker yet
@@ -161,7 +173,7 @@ async def test_what_the_pods_run_serves_a_request_and_ends_in_order(node: Node) 
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-kvxfer-prefill"] == "remote"
-        assert "p is drained" in await node.drain("prefill", "p", "r")
+        assert f"{node.found.agent_id('prefill', 'p')} is drained" in await node.drain("prefill", "p", "r")
         answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
     for pod in ("p", "d", "r", "c"):
