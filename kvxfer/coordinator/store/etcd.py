@@ -185,8 +185,8 @@ class EtcdStore:
         return StoreChange(False, dict(owners), tuple(records), removed)
 
     async def _responses(self, revision: int) -> AsyncIterator[Any]:
-        """The answers of a watch from ``revision`` on; ends where etcd has compacted what comes next. Raises
-        CoordinatorUnavailableError."""
+        """The answers of a watch from ``revision`` on; ends where etcd has compacted what comes next, or the connection
+        was left for one with other certificates. Raises CoordinatorUnavailableError."""
         call, create = self._link.watch(PREFIX, end_of(PREFIX), revision)
         broken = asyncio.create_task(self._broken.wait())
         try:
@@ -199,7 +199,7 @@ class EtcdStore:
                     await asyncio.gather(read, return_exceptions=True)
                     raise CoordinatorUnavailableError(self._break_reason)
                 if read.cancelled():
-                    raise CoordinatorUnavailableError(f"the watch of the store {self} ends with its connection")
+                    return
                 response = read.result()
                 if response is grpc.aio.EOF:  # type: ignore[attr-defined]
                     raise CoordinatorUnavailableError(f"the store {self} ended the watch: {await call.details()}")

@@ -105,10 +105,9 @@ async def test_a_watch_goes_on_over_a_renewal(nodes: EtcdNodes) -> None:
         async def follow() -> None:
             nonlocal wholes
             while True:
-                with contextlib.suppress(CoordinatorUnavailableError):
-                    async for change in store.watch():
-                        wholes += change.is_whole
-                        seen.update(found.agent_id for found in change.records)
+                async for change in store.watch():
+                    wholes += change.is_whole
+                    seen.update(found.agent_id for found in change.records)
 
         following = asyncio.create_task(follow())
         try:
@@ -117,6 +116,7 @@ async def test_a_watch_goes_on_over_a_renewal(nodes: EtcdNodes) -> None:
             await until(lambda: wholes == 2, "a whole view over the new connection")
             await store.put(record("after"))
             await until(lambda: "after" in seen, "the record")
+            assert not following.done(), following.result()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
