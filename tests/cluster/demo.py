@@ -98,6 +98,7 @@ async def hurt(
             up_s = time.monotonic()
             whole_s = await parts.whole()
             await clients.some(BETWEEN)
+            clients.begin()
             rows.append(FaultRow(kind, name, tally, up_s - began_s, whole_s))
             print(f" started again, and whole: {tally.done} requests", flush=True)
     for reason, count in clients.retry_reasons.items():
