@@ -134,11 +134,14 @@ class ClusterPlan:
 
     def _worker(self, name: str) -> dict[str, object]:
         own = {"role": _part(name), "agent_id": name, "model": self._model, "threads": 1, "kv_cache_mb": 64}
-        return {**own, **self._to_coordinators(*self.certificate(_part(name), name))}
+        cert, key = self.certificate(_part(name), name)
+        own |= {"tls_client_ca_file": self.ca_file, "tls_cert_file": cert, "tls_key_file": key}
+        return {**own, **self._to_coordinators(cert, key)}
 
     def _router(self, name: str) -> dict[str, object]:
         cert, key = self.certificate("router", name)
         own = {"port": _port(self.address(name)), "tls_cert_file": cert, "tls_key_file": key}
+        own |= {"worker_ca_file": self.ca_file, "worker_cert_file": cert, "worker_key_file": key}
         return {**own, **self._to_coordinators(cert, key)}
 
     def _to_coordinators(self, cert: str, key: str) -> dict[str, object]:
