@@ -41,6 +41,9 @@ class WorkerAccess:
         self._file = LegKeyFile()
         self.tls: ServerTls | None = None
         self._cluster = ""
+        self._are_keys_known = asyncio.Event()
+        if not (options.coordinator and options.leg_keys):
+            self._are_keys_known.set()
         files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
         if files.client_ca_file:
             self.tls = tls = ClusterTls(files)
@@ -55,7 +58,14 @@ class WorkerAccess:
 
     def guarded(self, app: ASGIApp, on_refused: Callable[[str], None]) -> ASGIApp:
         """``app`` for the callers that may use it."""
-        return LegAccess(app, cluster=self._cluster, revoked=self._revoked, keys=self._keys, on_refused=on_refused)
+        return LegAccess(
+            app,
+            cluster=self._cluster,
+            revoked=self._revoked,
+            keys=self._keys,
+            are_known=self._are_keys_known,
+            on_refused=on_refused,
+        )
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -76,8 +86,9 @@ class WorkerAccess:
         if isinstance(self.tls, ClusterTls):
             self.tls.on_change = renew
 
-    def check_keys(self) -> None:
-        """Say so where the coordinator was to hand out keys and does not, once the worker is registered."""
+    def registered(self) -> None:
+        """The coordinator, if there is one, has handed out its keys: it is said where there are none."""
+        self._are_keys_known.set()
         if self.agent is not None and self._options.leg_keys and not self._cluster and not self._keys():
             _log.warning(
                 "the coordinator hands out no leg keys: this worker takes requests of everybody that reaches it"

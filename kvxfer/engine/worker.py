@@ -140,7 +140,7 @@ async def _serve_model(
             if agent is not None:
                 await stack.enter_async_context(agent)
             stack.push_async_callback(engine.stop, options.shutdown_grace_s)
-            access.check_keys()
+            access.registered()
             readiness.registered()
             names = {"http_url": info.http_url, "agent_id": info.agent_id, "model": info.model, **side}
             on_ready(ready_line(str(options.role), options.host, listener, **names))

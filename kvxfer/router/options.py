@@ -17,6 +17,7 @@ DIALECTS = ("vllm", "vllm-mooncake", "vllm-kvxfer", "sglang", "kvxfer")
 LOCAL_PREFILL = ("on", "off")
 PROCESSES_MAX = 64
 PREFILL_FAILURE = ("leave", "redispatch")
+WORKER_NAMES = ("hosts", "identities")
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -104,6 +105,11 @@ class RouterOptions(ServingLimits):
     worker_ca_file: str = _option("", "PEM file with the CAs of https:// workers; empty: the system's")
     worker_cert_file: str = _option("", "PEM file with the certificate to show to https:// workers; empty: none")
     worker_key_file: str = _option("", "PEM file with that certificate's key; empty: it is in worker_cert_file")
+    worker_names: str = _option(
+        "hosts",
+        "hosts: the certificate of an https:// worker names its address; identities: its agent, as kvxfer://...",
+        WORKER_NAMES,
+    )
     worker_api_key_file: str = _option(
         "", "file with the API key that workers ask for, shown to all of them; empty: they are shown none of ours"
     )
@@ -135,6 +141,10 @@ class RouterOptions(ServingLimits):
             raise ConfigError(
                 f"on_prefill_failure must be one of {', '.join(PREFILL_FAILURE)}, not {self.on_prefill_failure!r}"
             )
+        if self.worker_names not in WORKER_NAMES:
+            raise ConfigError(f"worker_names must be one of {', '.join(WORKER_NAMES)}, not {self.worker_names!r}")
+        if self.worker_names == "identities" and not (self.worker_ca_file and self.worker_cert_file):
+            raise ConfigError("worker_names identities needs worker_ca_file and worker_cert_file")
         if self.min_remote_prefill_tokens < 0:
             raise ConfigError(f"min_remote_prefill_tokens must be 0 or more, not {self.min_remote_prefill_tokens}")
         for name in (

@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -55,6 +55,7 @@ KEYS_POLL_S = 1.0
 """How often it is looked whether a file of keys has changed."""
 
 Ready = Callable[[dict[str, Any]], None]
+FleetT = TypeVar("FleetT", bound=Workers)
 
 
 ServeSeveral = Callable[..., Awaitable[None]]
@@ -152,7 +153,18 @@ def cors_of(options: RouterOptions) -> Cors | None:
 
 def new_workers(options: RouterOptions) -> Workers:
     """The table of workers that ``options`` ask for, empty."""
-    return Workers(**fleet_options(options))
+    return knowing(Workers(**fleet_options(options)))
+
+
+def knowing(workers: FleetT) -> FleetT:
+    """``workers``; a connection to the address of some that the coordinator names must then be to one of these."""
+
+    def agents_at(url: str) -> list[str]:
+        return [one.worker.agent_id for one in workers.entries() if one.given.has_lease and one.worker.url == url]
+
+    if isinstance(workers.make_pool, WorkerPools):
+        workers.make_pool.agents_at = agents_at
+    return workers
 
 
 def fleet_options(options: RouterOptions) -> dict[str, Any]:
@@ -165,7 +177,12 @@ def fleet_options(options: RouterOptions) -> dict[str, Any]:
             slow_start_s=options.slow_start_s,
         ),
         "allowed": HostList("allow_http_host", options.allow_http_host),
-        "make_pool": WorkerPools(options.worker_ca_file, options.worker_cert_file, options.worker_key_file),
+        "make_pool": WorkerPools(
+            options.worker_ca_file,
+            options.worker_cert_file,
+            options.worker_key_file,
+            knows_identities=options.worker_names == "identities",
+        ),
     }
 
 

@@ -7,6 +7,7 @@ come from.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import ssl
@@ -30,13 +31,16 @@ from kvxfer.trust.revoked import RevokedList
 log = logging.getLogger("kvxfer.serving")
 
 COMPLAIN_S = 10.0
+KNOWN_S = 10.0
+"""A router may hear of a worker a moment earlier than the worker hears of its keys."""
 
 
 class LegAccess:
     """ASGI middleware before ``app``.
 
     ``cluster``: every connection has a certificate, which must be of that cluster; then no key counts. Without it
-    ``keys`` gives those that are taken now, and none at all opens the door. ``on_refused`` gets the code of an error.
+    ``keys`` gives those that are taken now, and none at all opens the door. Until ``are_known`` is set, nobody can say
+    which they are: a request waits so long, KNOWN_S at most. ``on_refused`` gets the code of an error.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class LegAccess:
         cluster: str = "",
         revoked: RevokedList | None = None,
         keys: Callable[[], Iterable[bytes]] = tuple,
+        are_known: asyncio.Event | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._app = app
         self._cluster = cluster
         self._revoked = revoked or RevokedList("")
         self._keys = keys
+        self._are_known = are_known
         self._on_refused = on_refused
         self._callers: weakref.WeakKeyDictionary[Any, tuple[CertIdentity, str]] = weakref.WeakKeyDictionary()
         """By the TLS object of a connection: whose it is, and the certificate's fingerprint."""
@@ -60,13 +66,13 @@ class LegAccess:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope)
+                await self._check(scope)
             except (AuthenticationError, ForbiddenError) as error:
                 await self._refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         part = part_of(scope["path"])
         if self._cluster:
             identity, fingerprint = self._caller(scope)
@@ -74,7 +80,17 @@ class LegAccess:
                 raise AuthenticationError(f"the certificate of {identity} is revoked")
             check_http(identity, part)
         elif part not in KEYLESS:
+            await self._wait_known()
             self._check_key(scope)
+
+    async def _wait_known(self) -> None:
+        if self._are_known is None or self._are_known.is_set():
+            return
+        try:
+            async with asyncio.timeout(KNOWN_S):
+                await self._are_known.wait()
+        except TimeoutError:
+            raise AuthenticationError("this worker has not heard yet which leg keys it takes") from None
 
     def _caller(self, scope: Scope) -> tuple[CertIdentity, str]:
         tls: ssl.SSLObject | None = scope.get("extensions", {}).get(TLS)

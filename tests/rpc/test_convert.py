@@ -93,6 +93,22 @@ def test_a_change_survives_the_wire_in_parts(
     assert {(part.revision, part.is_whole, part.is_settled) for part in read} == {(7, is_whole, is_settled)}
 
 
+@given(st.binary(max_size=40), st.lists(st.binary(min_size=30, max_size=34), max_size=convert.LEG_KEYS_MAX + 2))
+def test_leg_keys_are_32_bytes_and_few(secret: bytes, keys: list[bytes]) -> None:
+    update = pb.MembershipUpdate(leg_secret=secret, leg_keys=keys)
+    if len(secret) in (0, 32):
+        assert convert.read_leg_secret(update) == secret
+    else:
+        with pytest.raises(ProtocolError, match=r"update\.leg_secret"):
+            convert.read_leg_secret(update)
+    for message in (update, pb.Welcome(leg_keys=keys)):
+        if len(keys) <= convert.LEG_KEYS_MAX and all(len(key) == 32 for key in keys):
+            assert convert.read_leg_keys(message) == tuple(keys)
+        else:
+            with pytest.raises(ProtocolError, match=r"leg[_ ]keys"):
+                convert.read_leg_keys(message)
+
+
 def test_the_largest_part_fits_the_largest_message() -> None:
     """A bound on lists and texts is worth something only if their product is within the bound on messages."""
     text = "\u20ac" * (convert.TEXT_BYTES_MAX // 3)

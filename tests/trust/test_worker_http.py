@@ -14,6 +14,7 @@ import pytest
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.leg_keys import leg_key
 from kvxfer.rpc import MembershipWatch
+from kvxfer.serving.leg_access import LegAccess
 from kvxfer.trust import authority
 from kvxfer.trust.identity import CertIdentity, CertRole
 from kvxfer.trust.permissions import WORKER_HTTP, HttpPart
@@ -161,6 +162,35 @@ async def test_keys_of_the_coordinator(tmp_path: pathlib.Path, tiny_path: pathli
                     "look": {"unauthenticated"},
                 }, keys
             await other.session.close()
+
+
+async def test_before_the_keys_are_known_no_leg_is_taken(tmp_path: pathlib.Path) -> None:
+    """A worker serves HTTP before it is registered: a request waits, and then needs the key."""
+    served: list[str] = []
+    known, keys = asyncio.Event(), [b"the-key-of-this-worker"]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+
+    access = LegAccess(app, keys=lambda: keys if known.is_set() else (), are_known=known)
+
+    async def ask(path: str, *headers: tuple[bytes, bytes]) -> int:
+        statuses = [200]
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        await access({"type": "http", "path": path, "method": "GET", "headers": headers}, None, send)  # type: ignore[arg-type]
+        return max(statuses)
+
+    assert await ask("/ready") == 200
+    without = asyncio.create_task(ask("/held"))
+    shown = asyncio.create_task(ask("/held", (b"x-kvxfer-leg-key", keys[0])))
+    await asyncio.sleep(0)
+    assert served == ["/ready"]
+    known.set()
+    assert (await without, await shown) == (401, 200)
+    assert served == ["/ready", "/held"]
 
 
 async def test_without_any_of_it_a_worker_on_loopback_asks_nobody(tiny_path: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ from kvxfer.router.group.messages import MemberStart, Update
 from kvxfer.router.group.plain import from_plain
 from kvxfer.router.group.samples import samples_of
 from kvxfer.router.group.segment import CONNECTIONS, INSIDE, SERVING, SharedBoard, SharedCounts
-from kvxfer.router.server import Seat, fleet_options, serve_workers
+from kvxfer.router.server import Seat, fleet_options, knowing, serve_workers
 from kvxfer.serving.bodies import Bodies
 
 log = logging.getLogger("kvxfer.router")
@@ -68,7 +68,7 @@ class GroupMember(Seat):
         self._board = board = SharedBoard(segment, row)
         self._keys = FollowingKeys(segment, row)
         self._questions = Questions(channel)
-        self._workers = FollowingWorkers(board, channel.send, **fleet_options(hello.options))
+        self._workers = knowing(FollowingWorkers(board, channel.send, **fleet_options(hello.options)))
         self._core: RouterCore | None = None
         self._is_told = asyncio.Event()
         self._has_keys = asyncio.Event()

@@ -38,7 +38,7 @@ from kvxfer.router.group.plain import to_plain
 from kvxfer.router.group.samples import Collected, GroupMetrics
 from kvxfer.router.group.segment import INSIDE, SharedBoard, SharedCounts
 from kvxfer.router.options import RouterOptions
-from kvxfer.router.server import Ready, cors_of, fleet_options, followed_admin_keys
+from kvxfer.router.server import Ready, cors_of, fleet_options, followed_admin_keys, knowing
 from kvxfer.router.tasks import cancel_all, finish
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.server import ready_line
@@ -90,7 +90,7 @@ async def serve_group(
     before all serve."""
     segment = SharedCounts.make(options.workers + 1)
     board = SharedBoard(segment, None)
-    workers = LeadingWorkers(board=board, **fleet_options(options))
+    workers = knowing(LeadingWorkers(board=board, **fleet_options(options)))
     admin_keys = ApiKeys()
     group = Group(options, keys, admin_keys, listener, segment, workers, board)
     try:

@@ -67,7 +67,10 @@ class UpstreamPool:
         limits: UpstreamLimits = _DEFAULT_LIMITS,
         *,
         tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
+        check_peer: Callable[[ssl.SSLObject], None] | None = None,
     ) -> None:
+        """``check_peer`` raises SSLCertVerificationError for a server with a certificate that is not good enough."""
+        self._check_peer = check_peer
         self._host, self._port, is_tls = _split(address, is_tls=tls is not None)
         self._tls = (tls or ssl.create_default_context()) if is_tls else None
         name = f"[{self._host}]" if ":" in self._host else self._host
@@ -227,7 +230,13 @@ class UpstreamPool:
                 self.address, self._limits, self.counters, on_free=self._on_free, on_lost=self._on_lost, tls=tls
             )
 
-        _, connection = await self._loop.create_connection(make, self._host, self._port, ssl=tls)
+        transport, connection = await self._loop.create_connection(make, self._host, self._port, ssl=tls)
+        if self._check_peer is not None:
+            try:
+                self._check_peer(transport.get_extra_info("ssl_object"))
+            except ssl.SSLCertVerificationError:
+                connection.close()
+                raise
         return connection
 
     def _newest_tls(self) -> ssl.SSLContext | None:

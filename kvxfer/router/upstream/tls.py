@@ -1,19 +1,25 @@
 """How the router speaks TLS to engines: which certificates it believes, and which one it shows.
 
-Decides nothing about a connection; it must never know which engine is reached.
+Decides which certificate a worker must have; it must never know what is asked of a worker.
 """
 
 from __future__ import annotations
 
+import functools
 import ssl
 import time
+from collections.abc import Callable, Collection
+from typing import Any
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.router.upstream.limits import UpstreamLimits
 from kvxfer.router.upstream.pool import UpstreamPool
 from kvxfer.serving.watching import WatchedFiles
-from kvxfer.trust.files import load_authorities, load_identity
+from kvxfer.trust.files import IdentityFiles, load_authorities, load_identity
+from kvxfer.trust.identity import identity_among
+from kvxfer.trust.permissions import SERVES
 
+SETTINGS = ("worker_cert_file", "worker_ca_file")
 LOOK_S = 1.0
 """How often it is looked whether the files have changed, if connections are asked for."""
 
@@ -38,8 +44,16 @@ class WorkerPools:
     """Makes the pool of an address, as ``UpstreamPool`` itself does, with one context for all https:// addresses: a new
     one when the files have changed."""
 
-    def __init__(self, ca_file: str = "", cert_file: str = "", key_file: str = "") -> None:
+    def __init__(
+        self, ca_file: str = "", cert_file: str = "", key_file: str = "", *, knows_identities: bool = False
+    ) -> None:
+        """``knows_identities``: a worker is known by the identity in its certificate, which must be of the cluster of
+        ``cert_file`` and a worker's, and not by its host."""
         self._files = (ca_file, cert_file, key_file)
+        self._knows_identities = knows_identities
+        self._cluster = ""
+        self.agents_at: Callable[[str], Collection[str]] = lambda url: ()
+        """The agents, one of which a worker at that address must be; none: any worker may be there."""
         self._watched = WatchedFiles(self._files, self._load, what="certificates for workers")
         self._looked_s = time.monotonic()
         self._context: ssl.SSLContext | None = None
@@ -47,7 +61,10 @@ class WorkerPools:
             self._load()
 
     def __call__(self, url: str, limits: UpstreamLimits | None = None) -> UpstreamPool:
-        return UpstreamPool(url, limits or UpstreamLimits(), tls=self.context if url.startswith("https://") else None)
+        if not url.startswith("https://"):
+            return UpstreamPool(url, limits or UpstreamLimits())
+        check = functools.partial(self._check, url) if self._knows_identities else None
+        return UpstreamPool(url, limits or UpstreamLimits(), tls=self.context, check_peer=check)
 
     def context(self) -> ssl.SSLContext:
         """Of new connections. Raises ConfigError where there is none yet and none can be made."""
@@ -60,4 +77,22 @@ class WorkerPools:
         return self._context
 
     def _load(self) -> None:
-        self._context = worker_context(*self._files)
+        context = worker_context(*self._files)
+        if self._knows_identities:
+            ca_file, cert_file, key_file = self._files
+            self._cluster = IdentityFiles(cert_file, key_file, ca_file, SETTINGS).load().identity.cluster
+            context.check_hostname = False
+        self._context = context
+
+    def _check(self, url: str, tls: ssl.SSLObject) -> None:
+        """Raises SSLCertVerificationError."""
+        shown: Any = tls.getpeercert() or {}
+        try:
+            identity = identity_among(value for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
+        except InvalidArgumentError as error:
+            raise ssl.SSLCertVerificationError(f"the worker's certificate: {error}") from None
+        if identity.cluster != self._cluster or not SERVES.get(identity.role):
+            raise ssl.SSLCertVerificationError(f"{identity} is no worker of cluster {self._cluster}")
+        agents = self.agents_at(url)
+        if agents and not any(map(identity.speaks_for, agents)):
+            raise ssl.SSLCertVerificationError(f"{identity} answers in place of {', '.join(sorted(agents)):.200}")

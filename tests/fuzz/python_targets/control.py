@@ -106,8 +106,11 @@ def coordinator_message(data: bytes) -> object:
     mirror.apply(CHANGE)
     match message.WhichOneof("kind"):
         case "welcome":
+            convert.read_leg_keys(message.welcome)
             return convert.read_ref(message.welcome.ref)
         case "membership":
+            convert.read_leg_secret(message.membership)
+            convert.read_leg_keys(message.membership)
             seen = mirror.apply(convert.read_change(message.membership), is_last=message.membership.is_last)
             if seen is not None:
                 assert len({member.ref.agent_id for member in seen.members}) == len(seen.members)
