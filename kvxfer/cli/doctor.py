@@ -244,7 +244,10 @@ def _unix() -> str:
 def _stream() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
         pass
-    return "TCP: any host; authenticates, does not encrypt"
+    from kvxfer.transport.encryption import openssl_obstacle
+
+    obstacle = openssl_obstacle(os.environ.get("KVXFER_OPENSSL_LIBRARY", ""))
+    return f"TCP: any host; {f'plain with insecure alone: {obstacle}' if obstacle else 'encrypted between hosts'}"
 
 
 def files() -> list[Finding]:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--host", default="", help="where its agents listen (default: KVXFER_NIXL_HOST, or 127.0.0.1)")
     parser.add_argument("--advertise", default="", help="what their peers dial, where that differs")
     parser.add_argument(
-        "--insecure", action="store_true", help="allow a host that is not loopback: nothing is encrypted yet"
+        "--insecure", action="store_true", help="allow a host that is not loopback: metadata is not encrypted"
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 

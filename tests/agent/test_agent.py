@@ -29,7 +29,7 @@ from kvxfer.errors import (
     TransferCancelledError,
     TransportError,
 )
-from kvxfer.types import Exposure
+from kvxfer.types import EncryptMode, Exposure
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce, until
 
 Pair = tuple[Agent, Agent]
@@ -365,7 +365,7 @@ async def test_a_registered_pool_is_sent() -> None:
 
 async def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="not loopback"):
-        await Agent(info("a"), config=AgentConfig(bind_host="0.0.0.0")).__aenter__()
+        await Agent(info("a"), config=AgentConfig(bind_host="0.0.0.0", encrypt=EncryptMode.NEVER)).__aenter__()
     with pytest.raises(ConfigError, match="advertise_host"):
         await Agent(info("a"), config=AgentConfig(bind_host="0.0.0.0", insecure=True)).__aenter__()
     async with Agent(info("a")) as agent:

@@ -124,9 +124,10 @@ def test_tcp_between_namespaces_of_one_host_keeps_the_kernels_settings_and_sends
     assert hosts.reader.outcome("read") == "committed"
     expect_kernel_settings(hosts)
     assert hosts.source.statistics()["bytes_spliced_out"] > 0
+    assert hosts.source.statistics()["sessions_tls"] == 0, "one kernel is one host"
 
 
-def test_tcp_to_another_host_keeps_the_kernels_settings_and_copies(hosts: Hosts) -> None:
+def test_tcp_to_another_host_keeps_the_kernels_settings_encrypts_and_copies(hosts: Hosts) -> None:
     for party, other in ((hosts.source, hosts.reader), (hosts.reader, hosts.source)):
         metadata = other.metadata()
         host, port, _, *rest = metadata["address"]
@@ -137,6 +138,8 @@ def test_tcp_to_another_host_keeps_the_kernels_settings_and_copies(hosts: Hosts)
     assert hosts.reader.outcome(transfer) == "committed"
     expect_kernel_settings(hosts)
     assert hosts.source.statistics()["bytes_spliced_out"] == 0
+    for party in (hosts.source, hosts.reader):
+        assert party.statistics()["sessions_tls"] == party.statistics()["sessions_tcp"] == 1
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])

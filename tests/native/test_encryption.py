@@ -164,6 +164,7 @@ def test_a_changed_bit_is_noticed_and_never_delivered(nodes: Any, times: int) ->
         assert d.content(range(BLOCKS)) == p.content(range(BLOCKS))
     else:
         assert (final.state, final.code) == (FAILED, native.Code.peer_gone)
+        assert "an encrypted session broke" in final.text
 
 
 @pytest.mark.parametrize("cut", [0, 3, 200, AFTER_HANDSHAKE])

@@ -22,7 +22,7 @@ from kvxfer.transport import native
 from kvxfer.transport.base import allocate_region, limits_from
 from kvxfer.transport.native import NativeBinding, host_id
 from kvxfer.transport.socket_place import OwnDirectory
-from kvxfer.types import AgentRef, Incarnation, Lane
+from kvxfer.types import AgentRef, EncryptMode, Incarnation, Lane
 
 REF = AgentRef("a", Incarnation(1, bytes(16)))
 
@@ -180,7 +180,8 @@ def test_what_is_refused(tmp_path: pathlib.Path) -> None:
         (AgentConfig(runtime_dir=str(file)), "runtime directory"),
         (AgentConfig(runtime_dir=str(tmp_path / ("x" * 100))), "too long"),
         (AgentConfig(bind_host="192.0.2.1", insecure=True), "cannot listen on 192.0.2.1"),
-        (AgentConfig(bind_host="::"), "not loopback"),
+        (AgentConfig(bind_host="::", encrypt=EncryptMode.NEVER), "not loopback"),
+        (AgentConfig(bind_host="::"), "advertise_host"),
     ):
         with pytest.raises(ConfigError, match=why):
             NativeBinding(config)

@@ -125,7 +125,7 @@ void Connection::take_frames() {
 }
 
 void Connection::on_frame(const Frame& frame) {
-  if (wire_ != Wire::Plain && is_refusal(frame)) return;
+  if (kind_ == SessionKind::Tcp && !is_up_ && is_refusal(frame)) return;
   if (refuses(frame)) return;
   const auto* data = std::get_if<Data>(&frame);
   std::optional<AgentRef> proven;
@@ -151,10 +151,7 @@ void Connection::on_up(const AgentRef& peer) {
   peer_nonce_ = peer.boot_nonce;
   (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
   if (tls_) statistics_.sessions_tls.add();
-  is_near_ = kind_ == SessionKind::Unix;
-  if (is_near_ || tls_) return;  // what is encrypted is copied
-  const std::optional<PeerAddress> address = shared_.address(peer);
-  is_near_ = is_local(fd()) || (address && !address->unix_path.empty());
+  is_near_ = !tls_ && is_near_to(peer);  // what is encrypted is copied
 }
 
 // Whether to drop a frame because it brings a notification while the owner takes none. A PUSH that is known already brings none.

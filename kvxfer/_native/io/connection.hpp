@@ -6,7 +6,7 @@
 // header of the frame that follows, so that a chunk costs no extra call.
 //
 // A TCP session may go through TLS (tls_channel.hpp). Each end decides by its own Encryption whether it must: the dialer when it
-// begins, the acceptor when it sees the first byte. An end that cannot agree says so in a frame without TLS, and hangs up.
+// begins, the acceptor when it sees the first byte or, without TLS, the first HELLO. An end that cannot agree says so in a frame without TLS, and hangs up.
 #pragma once
 
 #include <map>
@@ -40,6 +40,8 @@ class Connection {
   void receive(size_t budget);
   // Whether it stops reading from the socket until a device has taken the bytes that came for it.
   bool is_paused() const { return is_paused_; }
+  // Whether TLS refused what came: its reason is worth telling.
+  bool is_tampered() const { return tls_ && tls_->is_broken(); }
   // Whether TLS has bytes that receive() has not read: the socket need not become readable for them.
   bool has_buffered() const { return tls_ && !is_paused_ && !is_closing() && tls_->has_buffered(); }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
@@ -75,6 +77,7 @@ class Connection {
   bool decide(bool is_record);
   ssize_t read_tls(const iovec* vectors, size_t count);
   void become_plain();
+  bool is_near_to(const AgentRef& peer) const;
   Bytes32 secret_of(std::string_view identity);
   bool is_refusal(const Frame& frame);
   void refuse(const Error& error);

@@ -24,7 +24,7 @@ void Connection::begin() {
     wire_ = Wire::Accepted;
     return;
   }
-  if (!tools_.encryption->is_wanted(is_local(fd()))) return;
+  if (!tools_.encryption->is_wanted(is_near_to(*dialed))) return;
   try {
     const auto [self, key] = shared_.look([&](const Endpoint& endpoint) { return std::pair(endpoint.self(), endpoint.key_for(session, *dialed)); });
     if (!key) throw Error(Code::unauthenticated, "agent " + printable(dialed->agent_id) + " has no key here in that incarnation");
@@ -37,6 +37,13 @@ void Connection::begin() {
     if (error.code() == Code::internal) throw;
     refuse(error);
   }
+}
+
+// Whether the peer runs under this kernel, by the addresses of the connection or by what is registered of the peer.
+bool Connection::is_near_to(const AgentRef& peer) const {
+  if (kind_ == SessionKind::Unix || is_local(fd())) return true;
+  const std::optional<PeerAddress> address = shared_.address(peer);
+  return address && !address->unix_path.empty();
 }
 
 // Looks at the first byte that the peer sends, without taking it. Returns whether to go on.
@@ -61,8 +68,6 @@ bool Connection::decide(bool is_record) {
       tls_ = std::make_unique<TlsChannel>(fd(), *tools_.encryption, tools_.tls, statistics_, [this](std::string_view identity) { return secret_of(identity); });
       wire_ = Wire::Tls;
       outbox_.set_tls(tls_.get());
-    } else if (tools_.encryption->is_wanted(is_local(fd()))) {
-      throw Error(Code::no_lane, "the peer takes encrypted sessions only: see encrypt at both ends");
     }
     return true;
   } catch (const Error& error) {
@@ -105,11 +110,17 @@ Bytes32 Connection::secret_of(std::string_view identity) {
   return secret_from(*key, identity);
 }
 
-// Takes what must not reach the machines: an answer to our TLS that does not use it, and a HELLO of another agent than TLS proved.
+// Takes what must not reach the machines: an answer to our TLS without it, a HELLO of another agent than TLS proved, and a HELLO
+// without TLS of an agent with which sessions must be encrypted.
 bool Connection::is_refusal(const Frame& frame) {
   const auto* const hello = std::get_if<Hello>(&frame);
-  if (wire_ == Wire::Tls && !dialed && hello != nullptr && hello->self != tls_peer_) {
-    refuse(Error(Code::unauthenticated, "HELLO of another agent than the one that TLS proved"));
+  if (!dialed && hello != nullptr) {
+    if (wire_ == Wire::Tls && hello->self != tls_peer_) {
+      refuse(Error(Code::unauthenticated, "HELLO of another agent than the one that TLS proved"));
+      return true;
+    }
+    if (wire_ == Wire::Tls || !tools_.encryption->is_wanted(is_near_to(hello->self))) return false;
+    refuse(Error(Code::no_lane, "the peer takes encrypted sessions only: see encrypt at both ends"));
     return true;
   }
   if (wire_ != Wire::Refused) return false;

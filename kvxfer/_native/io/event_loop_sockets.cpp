@@ -111,7 +111,7 @@ void EventLoop::lose(Key key, const Error& error) {
   const SessionId session = connection.session;
   connection.stop_landing(error.code() == Code::transport ? Code::transport : Code::protocol, error.what());
   if (session != 0) {
-    shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.closed(session, now, out); });
+    shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.closed(session, now, out, connection.is_tampered() ? error.what() : ""); });
     by_session_.erase(session);
   }
   if (error.code() == Code::transport) return remove(key);

@@ -163,7 +163,7 @@ class Endpoint {
   SessionId dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
   void dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out);
   SessionId accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
-  void closed(SessionId session, Nanos now, Effects& out);
+  void closed(SessionId session, Nanos now, Effects& out, const std::string& why = {});  // `why`: for people
   void heard(SessionId session, Nanos now);  // bytes came, perhaps not yet a whole frame
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
   // The key that a session with this peer must prove, as the proof in HELLO does; none: the peer is not known in that incarnation.

@@ -231,7 +231,7 @@ void Endpoint::remove(Sessions::iterator found) {
   sessions_.erase(found);
 }
 
-void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
+void Endpoint::closed(SessionId id, Nanos now, Effects& out, const std::string& why) {
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return;
   const bool is_up = found->second.is_up(), is_dialed = found->second.is_dialed;
@@ -247,7 +247,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   grants_.session_closed(id, now);
   for (const TransferId& operation : operations) {
     const auto it = operations_.find(operation);
-    if (it != operations_.end() && it->second->session() == id) it->second->session_lost(now);
+    if (it != operations_.end() && it->second->session() == id) it->second->session_lost(now, why);
   }
   if (is_away(peer)) on_admitted_gone(peer, now, out);
   for (const UnackedEnd& again : unacked_ends.take()) send_end(peer, again, now, out);

@@ -35,14 +35,15 @@ void Operation::session_up(SessionId session, bool is_mapped, Nanos now, Effects
   on_session(now, out);
 }
 
-void Operation::session_lost(Nanos now) {
+void Operation::session_lost(Nanos now, const std::string& why) {
   session_ = 0;
+  if (!why.empty()) unreachable_text_ = ": " + why;
   if (is_final(state_)) return;
   on_session_lost();
   if (now - up_at_ >= limits_.reconnect_ns) futile_ = 0;
   if (futile_ < kFutileMax || unreachable_since_ == kNever) unreachable_since_ = now;
   dial_at_ = futile_ == 0 ? now : now + backoff(futile_ - 1);
-  if (++futile_ > kFutileMax) unreachable_text_ = ": its sessions end before anything is read";
+  if (++futile_ > kFutileMax && why.empty()) unreachable_text_ = ": its sessions end before anything is read";
 }
 
 void Operation::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {

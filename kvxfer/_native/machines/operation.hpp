@@ -63,7 +63,7 @@ class Operation {
   void dialing() { dial_at_ = kNever; }  // a dial is in progress: ask for no other until it failed
   // `is_mapped`: the lane can read every one of remote_regions() on this session already.
   void session_up(SessionId session, bool is_mapped, Nanos now, Effects& out);
-  void session_lost(Nanos now);
+  void session_lost(Nanos now, const std::string& why = {});
   void dial_failed(Code code, const std::string& text, Nanos now, Effects& out);
   // No session for this lane can be opened.
   void lane_closed(const std::string& why, Nanos now, Effects& out) { next_lane(why, now, out); }

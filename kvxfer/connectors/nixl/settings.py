@@ -2,7 +2,8 @@
 
 ``KVXFER_NIXL_HOST``        where the agent's data port and its metadata listener bind (127.0.0.1)
 ``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs
-``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
+``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: NIXL's metadata, which has the agent's key, is not
+                            encrypted; data is, unless OpenSSL is missing
 ``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
 ``KVXFER_NIXL_CHECKSUM``    CRC-32C over posts: off, auto (from another host), on or sampled (off)
 ``KVXFER_NIXL_STRIPES``     connections to one peer over which transfers are spread (1); 0: as many as are the fastest
@@ -25,7 +26,7 @@ import pathlib
 import tomllib
 from collections.abc import Mapping
 
-from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes, checksum_mode
+from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes, checksum_mode, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.types import ChecksumMode, ProgressMode
 
@@ -99,6 +100,11 @@ class Settings:
 
     def agent_config(self, environ: Mapping[str, str]) -> AgentConfig:
         """Raises ConfigError, also if KVXFER_LANES leaves no lane."""
+        if not is_loopback(self.host) and not self.insecure:
+            raise ConfigError(
+                f"KVXFER_NIXL_HOST {self.host!r} is not loopback, and NIXL's metadata, which has the agent's key, "
+                "is not encrypted: set KVXFER_NIXL_INSECURE=1 to accept that on a trusted network (insecure)"
+            )
         return AgentConfig(
             bind_host=self.host,
             advertise_host=self.advertise,

@@ -33,7 +33,7 @@ class Options:
     advertise: str = ""
     """The host that peers dial, if it is another."""
     insecure: bool = False
-    """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
+    """Accept sessions with other hosts that are not encrypted: no OpenSSL, or ``KVXFER_ENCRYPT=never``."""
     coordinator: str = ""
     """``host:port`` of the coordinator, or of several with commas between, through which engines find each other;
     empty: by agent metadata over SGLang's own bootstrap."""

@@ -66,7 +66,7 @@ class ConnectorOptions:
     """Of rank 0; rank r takes the r-th port after it. 0: any free ones."""
     advertise_host: str = ""
     insecure: bool = False
-    """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
+    """Accept sessions with other hosts that are not encrypted: no OpenSSL, or ``KVXFER_ENCRYPT=never``."""
     stripes: int = AgentConfig.stripes
     copy_threads: int = AgentConfig.copy_threads
     checksum: ChecksumMode = ChecksumMode.OFF

@@ -47,7 +47,7 @@ class TierOptions:
     bind_host: str = AgentConfig.bind_host
     advertise_host: str = ""
     insecure: bool = False
-    """As the connector's: accept that lane ``stream`` does not encrypt, on a network that is trusted."""
+    """As the connector's: accept sessions with other hosts that are not encrypted."""
     lookup_wait_s: float = 1.0
     """A question to the service that is not answered in this time counts as a miss."""
     deadline_s: float = 10.0
