@@ -3,6 +3,7 @@ what it wants, and a session whose key is wrong, or that has no OpenSSL, is refu
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -150,7 +151,7 @@ def test_a_changed_bit_is_noticed_and_never_delivered(nodes: Any, times: int) ->
         at = AFTER_HANDSHAKE - offset
         return flipped(data, at) if connection < times and 0 <= at < len(data) else data
 
-    limits = nodes.limits(reconnect_ns=200_000_000)
+    limits = nodes.limits(reconnect_ns=3_000_000_000 if times == 1 else 200_000_000)
     p, d = nodes("source", core=ALWAYS, **SHAPE), nodes("reader", core=ALWAYS, limits=limits, **SHAPE)
     p.fill_random()
     d.fill(POISON)
@@ -204,6 +205,34 @@ def test_keys_change_while_a_session_is_used(nodes: Any) -> None:
         assert d.content(range(BLOCKS)) == p.content(range(BLOCKS))
     assert p.core.statistics().tls_key_updates >= 3 * BLOCKS * BLOCK_BYTES // (16 * 16384)
     assert p.core.statistics().tls_failures == d.core.statistics().tls_failures == 0
+
+
+def python_fails_as_it_should() -> None:
+    """Python's own TLS, most often by the same library: its error is the one that its own bytes cause."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        ours.do_handshake()
+    incoming.write(b"this is no record of TLS")
+    with pytest.raises(ssl.SSLError, match=r"WRONG_VERSION_NUMBER|wrong version number"):
+        ours.do_handshake()
+
+
+def test_pythons_own_tls_works_beside_it(nodes: Any) -> None:
+    python_fails_as_it_should()
+    peers = [nodes(f"source-{number}", core=ALWAYS, **SHAPE) for number in range(4)]
+    d = nodes("reader", core=ALWAYS, limits=nodes.limits(reconnect_ns=2_000_000_000), **SHAPE)
+    for number, p in enumerate(peers):
+        nodes.join(p, d, other_key=b"w" * 32 if number == 3 else None, key=b"k" * 32)
+        p.fill(number + 1)
+    pulls = [d.pull_granted(p, range(4), range(4 * n, 4 * n + 4), lanes=STREAM) for n, p in enumerate(peers)]
+    states = []
+    for pull in pulls:
+        python_fails_as_it_should()
+        states.append(d.wait_drained(pull).state)
+    python_fails_as_it_should()
+    assert states == [COMMITTED] * 3 + [FAILED]
+    assert [int(d.block(4 * number)[0]) for number in range(3)] == [1, 2, 3]
 
 
 def test_without_openssl_nothing_plain_goes_out() -> None:
