@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ import httpx
 
 from kvxfer.cli.stack import worker_environment
 from kvxfer.errors import ConfigError, DeadlineExceededError
+from kvxfer.serving.leg_keys import LEG_KEY
 from soaking.box import Box, Host
 
 START_S = 120.0
@@ -51,7 +53,7 @@ WORKERS = tuple(name for name, role in ROLES.items() if role in ("prefill", "dec
 ROUTERS = tuple(name for name, role in ROLES.items() if role == "router")
 COORDINATORS = tuple(name for name, role in ROLES.items() if role == "coordinator")
 LANES = {"p1": "mapped,cma,unix,stream", "d1": "mapped,cma,unix,stream", "p2": "stream", "d2": "stream"}
-"""Of the four pairs one reads the other's memory and three use TCP."""
+"""Of the four pairs one reads the other's memory and three use TCP, encrypted."""
 
 
 def obstacle() -> str:
@@ -97,7 +99,11 @@ class SoakedCluster:
         self.began_s = time.monotonic()
         self._model, self._token_file = model, token_file
         self._tasks: set[asyncio.Task[None]] = set()
-        self._client = httpx.AsyncClient(trust_env=False, timeout=2.0)
+        own_key = secrets.token_hex(16)
+        self._leg_key_file = token_file.with_name("leg-key")
+        self._leg_key_file.touch(0o600)
+        self._leg_key_file.write_text(own_key)
+        self._client = httpx.AsyncClient(trust_env=False, timeout=2.0, headers={LEG_KEY.decode(): own_key})
 
     # --- the whole ---
 
@@ -212,7 +218,8 @@ class SoakedCluster:
             return [*python, "router", *common, *bounds, "--request-timeout-s=60"]
         model = [f"--model={self._model}", "--threads=1", "--pool-blocks=256", f"--lanes={LANES[part.name]}"]
         own = [f"--role={part.role}", f"--agent-id={part.name}", f"--data-port={DATA}"]
-        return [*python, "worker", *common, *model, *own, f"--runtime-dir={host.disk / 'runtime'}"]
+        places = [f"--runtime-dir={host.disk / 'runtime'}", f"--leg-key-file={self._leg_key_file}"]
+        return [*python, "worker", *common, *model, *own, *places]
 
     def _etcd(self, part: Part) -> list[str]:
         if why := obstacle():
@@ -240,6 +247,7 @@ class SoakedCluster:
         places = {name: str(state) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TMPDIR")}
         state.mkdir(mode=0o700, exist_ok=True)
         environment = {**os.environ, **worker_environment(1), **places, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        environment["KVXFER_ENCRYPT"] = "always"
         if part.name in self.clock_files:
             environment |= {"LD_PRELOAD": self.preload, "KVXFER_SOAK_CLOCK": str(self.clock_files[part.name])}
         return environment
