@@ -49,7 +49,7 @@ class TierServiceOptions:
         default="", metadata=_help("address that engines dial, if it is not bind_host")
     )
     insecure: bool = dataclasses.field(
-        default=False, metadata=_help("allow a non-loopback address although nothing is encrypted")
+        default=False, metadata=_help("allow --http-host beyond loopback although HTTP is plain, and sessions without OpenSSL")
     )
     http_host: str = dataclasses.field(default="127.0.0.1", metadata=_help("address of the HTTP port"))
     http_port: int = dataclasses.field(
@@ -79,13 +79,11 @@ class TierServiceOptions:
             raise ConfigError(f"capacity_bytes must be at least unit_bytes, {self.unit_bytes}")
         if not 0 <= self.http_port < 65536:
             raise ConfigError(f"http_port must be 0 to 65535, not {self.http_port}")
-        for name in ("bind_host", "http_host"):
-            host = getattr(self, name)
-            if not is_loopback(host) and not self.insecure:
-                raise ConfigError(
-                    f"{name} {host!r} is not loopback, and nothing is encrypted there yet: --insecure accepts "
-                    "that, for a network that you trust"
-                )
+        if not is_loopback(self.http_host) and not self.insecure:
+            raise ConfigError(
+                f"http_host {self.http_host!r} is not loopback, and HTTP is not encrypted there: --insecure accepts "
+                "that, for a network that you trust"
+            )
         _ = self.agent_config
 
     @property
