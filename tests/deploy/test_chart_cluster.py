@@ -92,6 +92,17 @@ def routes() -> dict[str, set[str]]:
     return {**found, "vllm": {engine_flags.HEALTH}, "sglang": {engine_flags.HEALTH}}
 
 
+def is_ours(found: Rendered, component: str) -> bool:
+    return component in ("router", "coordinator") or found.engine == "kvxfer"
+
+
+def probe_port(found: Rendered, component: str) -> str:
+    """Only engines that are not ours are asked where they serve clients."""
+    if not is_ours(found, component):
+        return "http"
+    return "metrics" if component == "coordinator" else "probe"
+
+
 @every_variant
 def test_probes_ask_what_is_there(variant: str, routes: dict[str, set[str]]) -> None:
     found = rendered(variant)
@@ -102,10 +113,12 @@ def test_probes_ask_what_is_there(variant: str, routes: dict[str, set[str]]) -> 
             asked = probe["httpGet"]
             assert asked["path"] in routes[component if component in ("router", "coordinator") else found.engine]
             assert asked["port"] in ports_of(template)
-            assert (asked["port"] == "metrics") is (component == "coordinator")
-            is_secure = component == "router" and "--insecure" not in words_of(template)
-            assert asked.get("scheme", "HTTP") == ("HTTPS" if is_secure else "HTTP")
-        if component in ("router", "coordinator") or found.engine == "kvxfer":
+            assert asked["port"] == probe_port(found, component)
+            assert "scheme" not in asked
+        if is_ours(found, component):
+            own = {"--probe-port": "probe", "--metrics-port": "metrics"}
+            for name, port in own.items() if component != "coordinator" else ():
+                assert flag(words_of(template), name) == str(ports_of(template)[port])
             assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
             assert container["livenessProbe"]["httpGet"]["path"] == "/live"
 
@@ -205,6 +218,17 @@ def may_reach(found: Rendered, source: dict[str, str], component: str, port: int
     return False
 
 
+def may_be_scraped(found: Rendered, component: str, port: int) -> bool:
+    """Whether Prometheus' namespace may open a connection to that port."""
+    labels = pods(found)[component]["metadata"]["labels"]
+    policies = [p for p in found.of("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], labels)]
+    return any(
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule.get("from", [])
+        and port in [one["port"] for one in rule["ports"]]
+        for rule in (rule for policy in policies for rule in policy["spec"]["ingress"])
+    )
+
+
 @every_variant
 def test_who_may_reach_whom(variant: str) -> None:
     found = rendered(variant)
@@ -224,6 +248,9 @@ def test_who_may_reach_whom(variant: str) -> None:
             assert may_reach(found, labels[other], role, http) is is_open
         assert may_reach(found, outsider, role, http) is is_open
         assert may_reach(found, labels[role], "router", router)
+    for component, template in pods(found).items():
+        for port in (port for name, port in ports_of(template).items() if name in ("probe", "metrics")):
+            assert all(may_reach(found, one, component, port) is is_open for one in (*labels.values(), outsider))
     if found.engine != "sglang":
         grpc = ports_of(pods(found)["coordinator"])["grpc"]
         assert all(may_reach(found, labels[one], "coordinator", grpc) for one in ("router", "prefill", "decode"))
@@ -287,9 +314,9 @@ def test_workers_drain_at_each_router_by_its_name(variant: str) -> None:
         variables = {one["name"]: one.get("value", "") for one in container["env"]}
         assert shlex.split(variables["DRAIN_ROUTERS"]) == urls
         assert variables["DRAIN_AGENT"] == found.agent_id(role, "$(POD_NAME)")
-        assert variables["DRAIN_LIVE_URL"].endswith(
-            f":{ports_of(pods(found)[role])['http']}" + {"kvxfer": "/live", "vllm": engine_flags.HEALTH}[found.engine]
-        )
+        port = ports_of(pods(found)[role])[probe_port(found, role)]
+        path = container["livenessProbe"]["httpGet"]["path"]
+        assert variables["DRAIN_LIVE_URL"] == f"http://127.0.0.1:{port}{path}"
     for certificate in found.certificates("tls").values():
         assert f"*.{domain}" in certificate["spec"]["dnsNames"]
         tls = [one for one in pods(found)["router"]["spec"]["volumes"] if one["name"] == "tls"]
@@ -326,12 +353,11 @@ def test_prometheus_scrapes_ports_of_services(variant: str) -> None:
         wanted = one["spec"]["selector"]["matchLabels"]
         (service,) = [s for s in found.of("Service") if selects(wanted, s["metadata"]["labels"])]
         (scraped,) = one["spec"]["endpoints"]
-        assert scraped["port"] in {port["name"] for port in service["spec"]["ports"]}
-        is_secure = component_of(one) == "router" and "--insecure" not in words_of(pods(found)["router"])
-        assert scraped.get("scheme", "http") == ("https" if is_secure else "http")
-        for certificate in found.certificates("tls").values():
-            if is_secure:
-                assert scraped["tlsConfig"]["serverName"] in certificate["spec"]["dnsNames"]
+        assert selects(service["spec"]["selector"], pods(found)[component_of(one)]["metadata"]["labels"])
+        (port,) = [port for port in service["spec"]["ports"] if port["name"] == scraped["port"]]
+        assert port["targetPort"] == ("metrics" if is_ours(found, component_of(one)) else "http")
+        assert not scraped.keys() & {"scheme", "tlsConfig"}
+        assert may_be_scraped(found, component_of(one), ports_of(pods(found)[component_of(one)])[port["targetPort"]])
     for rule in found.of("PrometheusRule"):
         assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text())
 

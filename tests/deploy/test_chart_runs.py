@@ -39,6 +39,7 @@ class Node:
         self.found = rendered(variant)
         self.parts: dict[str, Started] = {}
         self.urls: dict[str, str] = {}
+        self.said: dict[str, dict[str, str]] = {}
         self._model = model
         self._home = root / "home"
         self._home.mkdir()
@@ -94,22 +95,24 @@ class Node:
         self.parts[pod] = part
         said = await ready(part)
         self.urls[pod] = said.get("http_url", "")
+        self.said[pod] = said
         if component == "coordinator":
             self._changes[self._service] = said["address"]
         return said
 
     async def probed(self, component: str, pod: str, kind: str) -> int:
         """The status that the kubelet would get."""
-        path = self.container(component)[kind]["httpGet"]["path"]
+        asked = self.container(component)[kind]["httpGet"]
+        url = self.said[pod]["http_url" if component == "coordinator" else f"{asked['port']}_url"]
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-            return (await client.get(f"{self.urls[pod]}{path}")).status_code
+            return (await client.get(f"{url}{asked['path']}")).status_code
 
     async def drain(self, component: str, pod: str, router: str) -> str:
         """The pod's preStop."""
         container = self.container(component)
         values = {one["name"]: self.here(one.get("value", ""), pod, component) for one in container["env"]}
         values |= {"DRAIN_ROUTERS": self.urls[router], "PATH": f"{self.root}:/usr/bin:/bin"}
-        values["DRAIN_LIVE_URL"] = self.urls[pod] + values["DRAIN_LIVE_URL"].rpartition(":8000")[2]
+        values["DRAIN_LIVE_URL"] = self.said[pod]["probe_url"] + values["DRAIN_LIVE_URL"].rpartition(":8081")[2]
         for name, module in (("kvxfer", "-m kvxfer.cli"), ("python3", "")):
             (self.root / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             (self.root / name).chmod(0o755)

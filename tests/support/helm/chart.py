@@ -64,8 +64,11 @@ _OTHER: dict[str, Any] = {
     "secrets": {"name": "ours", "clusterToken": "a", "adminKey": "b", "apiKeys": "c"},
     "model": {"servedName": "ours", "cache": {"existingClaim": "models"}, "hubToken": {"secret": "hub"}},
     "coordinator": {"port": 7401, "metricsPort": 9401, "extraArgs": ["--members-max=100"]},
-    "router": {"port": 8443, "processes": 4, "replicas": 3, "extraArgs": ["--local-prefill=off"]},
-    "workers": {"port": 8100, "dataPort": 7600, "bootstrapPort": 8999},
+    "router": {
+        **{"port": 8443, "probePort": 8082, "metricsPort": 9402},
+        **{"processes": 4, "replicas": 3, "extraArgs": ["--local-prefill=off"]},
+    },
+    "workers": {"port": 8100, "probePort": 8083, "metricsPort": 9403, "dataPort": 7600, "bootstrapPort": 8999},
 }
 _POOL: dict[str, Any] = {
     "podAnnotations": {"a.test/b": "c"},

@@ -12,6 +12,8 @@ args:
   - --insecure
   - --advertise-host=$(POD_IP)
   - --port={{ .root.Values.workers.port }}
+  - --probe-port={{ .root.Values.workers.probePort }}
+  - --metrics-port={{ .root.Values.workers.metricsPort }}
   - --data-port={{ .root.Values.workers.dataPort }}
   - --coordinator={{ include "kvxfer.coordinators" .root }}
   {{- include "kvxfer.proof-flags" .root | nindent 2 }}
@@ -90,7 +92,7 @@ args:
 - {name: DRAIN_AGENT, value: {{ include "kvxfer.agent-id" (dict "root" . "role" $role) }}}
 - {name: DRAIN_ROUTERS, value: {{ join " " $routers | quote }}}
 - {name: DRAIN_SECONDS, value: {{ .Values.workers.drainSeconds | quote }}}
-- {name: DRAIN_LIVE_URL, value: {{ printf "http://127.0.0.1:%v%s" .Values.workers.port (ternary "/live" "/health" (eq .Values.engine "kvxfer")) | quote }}}
+- {name: DRAIN_LIVE_URL, value: {{ (eq .Values.engine "kvxfer" | ternary (printf "http://127.0.0.1:%v/live" .Values.workers.probePort) (printf "http://127.0.0.1:%v/health" .Values.workers.port)) | quote }}}
 - {name: DRAIN_ADMIN_KEY_FILE, value: /etc/kvxfer/secrets/admin-key}
 - {name: DRAIN_CA_FILE, value: {{ ternary "/etc/kvxfer/router-ca/ca.crt" "" .Values.tls.router.enabled | quote }}}
 {{- end -}}
