@@ -66,7 +66,7 @@ class Node:
         """What the secrets and the ConfigMap of tls.grpc hold."""
         authority = ClusterAuthority(self.root / "certs", "llm")
         for part in ("coordinator", "router", "prefill", "decode"):
-            issued = authority.issue(CertRole(part), part)
+            issued = authority.issue(CertRole(part), part, hosts=())  # pods have no fixed address
             place = self.root / f"grpc-tls-{part}"
             place.mkdir()
             contents = {"tls.crt": issued.cert_file, "tls.key": issued.key_file, "ca.crt": authority.ca_file}
@@ -148,7 +148,7 @@ async def node(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> AsyncI
         node.end()
 
 
-@pytest.mark.parametrize("node", ["kvxfer", "kvxfer-own-trust"], indirect=True)
+@pytest.mark.parametrize("node", ["kvxfer", "kvxfer-own-trust", "kvxfer-own-private"], indirect=True)
 async def test_what_the_pods_run_serves_a_request_and_ends_in_order(node: Node) -> None:
     await node.start("coordinator", "c")
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -164,6 +164,8 @@ async def test_what_the_pods_run_serves_a_request_and_ends_in_order(node: Node) 
                 return await node.probed(component, pod, kind) == 200
 
             await eventually(passes, within_s=30)
+    for pod in ("p", "d"):
+        assert node.urls[pod].startswith("https://" if node.found.has_worker_tls else "http://")
     async with httpx.AsyncClient(base_url=node.urls["r"], trust_env=False, timeout=60.0) as client:
         key = {"authorization": f"Bearer {(node.secrets / 'admin-key').read_text()}"}
 

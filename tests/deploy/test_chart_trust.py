@@ -8,11 +8,14 @@ import json
 
 import pytest
 
+from kvxfer import cli
+from kvxfer.cli import services
+from kvxfer.cli.flags import options_from
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.errors import ForbiddenError
 from kvxfer.trust import permissions
 from kvxfer.trust.identity import CertIdentity
-from kvxfer.trust.permissions import ControlCall, Subject
+from kvxfer.trust.permissions import ControlCall, HttpPart, Subject
 from kvxfer.trust.revoked import parse
 from kvxfer.types import Role
 from tests.support.helm.chart import MISSING, PYTHON, VARIANTS, Rendered, rendered
@@ -52,11 +55,12 @@ def test_each_part_has_a_certificate_of_its_own_role_and_no_other(variant: str) 
 
 @every_made
 def test_a_certificate_is_made_for_what_it_is_used_for(variant: str) -> None:
-    """Only a coordinator's passes for a coordinator's."""
+    """Only a coordinator's passes for a coordinator's. Those of pools serve TLS too, where routers ask for it."""
+    servers = PARTS if rendered(variant).has_worker_tls else ("coordinator",)
     host = identities(variant)["coordinator"].coordinator_host
     for part, one in rendered(variant).certificates("grpc").items():
         assert one["spec"].get("dnsNames", []) == ([host] if part == "coordinator" else [])
-        assert ("server auth" in one["spec"]["usages"]) is (part == "coordinator")
+        assert ("server auth" in one["spec"]["usages"]) is (part in servers and part != "router")
         assert "client auth" in one["spec"]["usages"]  # coordinators watch each other
 
 
@@ -100,9 +104,38 @@ def test_a_coordinator_is_insecure_only_without_certificates(variant: str) -> No
     assert any(word.startswith("--tls-client-ca-file=") for word in words) is found.has_grpc_tls
 
 
+@every_coordinator
+def test_workers_take_legs_of_routers_only_where_both_have_certificates_for_it(variant: str) -> None:
+    found = rendered(variant)
+    given = {}
+    for component, _, container in found.containers():
+        if "command" not in container and container["args"][0] in ("router", "worker"):
+            words = [word.replace("$(POD_NAME)", "pod") for word in container["args"]]
+            args = cli.build_parser(words[0]).parse_args(words)
+            given[component] = options_from(services.options_class(args.command), args)
+    router = given.pop("router")
+    assert (router.worker_names == "identities") is found.has_worker_tls
+    assert bool(router.worker_ca_file and router.worker_cert_file and router.worker_key_file) is found.has_worker_tls
+    for worker in given.values():
+        assert bool(worker.tls_cert_file and worker.tls_client_ca_file) is found.has_worker_tls
+        assert worker.insecure is not found.has_worker_tls
+        assert worker.leg_keys
+        assert worker.revoked_file == ("/etc/kvxfer/revoked/revoked" if found.has_worker_tls else "")
+    if found.has_worker_tls and found.certificates("grpc"):
+        known = identities(variant)
+        permissions.check_http(known["router"], HttpPart.LEG)
+        for role in given:
+            assert Role(role) in permissions.SERVES[known[role].role]
+            with pytest.raises(ForbiddenError):
+                permissions.check_http(known[role], HttpPart.LEG)
+
+
 @every_trusted
 def test_the_list_of_revoked_ones_is_one_that_the_coordinator_reads(variant: str) -> None:
-    name = volumes(rendered(variant), "coordinator")["revoked"]["configMap"]["name"]  # type: ignore[index]
+    readers = PARTS if rendered(variant).has_worker_tls else ("coordinator",)
+    held = {part: volumes(rendered(variant), part).get("revoked") for part in PARTS}
+    assert {part for part, volume in held.items() if volume} == set(readers) - {"router"}
+    name = held["coordinator"]["configMap"]["name"]  # type: ignore[index]
     (found,) = [one for one in rendered(variant).of("ConfigMap") if one["metadata"]["name"] == name]
     assert parse(found["data"]["revoked"]) == set(VARIANTS[variant]["tls"]["grpc"].get("revoked", []))
 

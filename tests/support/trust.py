@@ -38,12 +38,14 @@ class ClusterAuthority:
     def ca_bytes(self) -> bytes:
         return (self.directory / authority.CA_CERT).read_bytes()
 
-    def issue(self, role: CertRole, name: str, *, days: float = 5) -> authority.Issued:
-        """New files for that name; files of an earlier certificate of that name are gone."""
+    def issue(
+        self, role: CertRole, name: str, *, days: float = 5, hosts: Sequence[str] = ("127.0.0.1",)
+    ) -> authority.Issued:
+        """New files for that name, at these hosts; files of an earlier certificate of that name are gone."""
         for ending in ("pem", "key"):
             (self.directory / f"{role}-{name}.{ending}").unlink(missing_ok=True)
         identity = CertIdentity(self.cluster, role, name)
-        return authority.issue(self.directory, identity, hosts=["127.0.0.1"], days=days, now=_now())
+        return authority.issue(self.directory, identity, hosts=hosts, days=days, now=_now())
 
     def followed(self, role: CertRole, name: str, *, ca_file: str = "") -> FollowedFiles:
         """What a client shows. ``ca_file``: what it believes, if not this CA."""

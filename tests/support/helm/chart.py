@@ -43,6 +43,7 @@ _GRPC_TLS: dict[str, Any] = {
     "certManager": {"enabled": True, "issuer": "ours", "issuerKind": "Issuer"},
     "revoked": ["kvxfer://one/prefill/prefill", "ab" * 32],
 }
+_TLS_OF_WORKERS: dict[str, Any] = {"tls": {"grpc": _GRPC_TLS, "workers": {"enabled": True}}}
 _TRUSTED: dict[str, Any] = {
     "tls": {**_CERTIFICATE["tls"], "grpc": _GRPC_TLS},
     "coordinator": {"replicas": 3, "store": "etcd:etcd-0.etcd:2379,etcd-1.etcd:2379"},
@@ -96,6 +97,11 @@ for _engine in ("kvxfer", "vllm", "sglang"):
             f"{_engine}-own-trust": {**_kind, **_OWN_TRUST},
         }
 
+VARIANTS |= {
+    "kvxfer-private": {**_TLS_OF_WORKERS, **_POLICIES},
+    "kvxfer-own-private": {"tls": {"grpc": _OWN_TRUST["tls"]["grpc"], "workers": {"enabled": True}}},
+}
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replicas": ({"router": {"replicas": "two"}}, "/router/replicas"),
     "engine": ({"engine": "trt"}, "/engine"),
@@ -118,7 +124,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "coordinators without a store": ({"coordinator": {"replicas": 2}}, "coordinator.store"),
     "coordinators on one disk": ({"coordinator": {"replicas": 2, "store": "sqlite"}}, "coordinator.store"),
     "a wrong store": ({"coordinator": {"store": "redis:a:1"}}, "/coordinator/store"),
-    "tls of workers": ({"tls": {"workers": {"enabled": True}}}, "tls.workers.enabled"),
+    "tls of workers alone": ({"tls": {"workers": {"enabled": True}}}, "tls.workers.enabled: tls.grpc.enabled"),
+    "tls of vLLM": ({"engine": "vllm", **_TLS_OF_WORKERS}, "tls.workers.enabled: the HTTP port of engine vllm"),
+    "tls of SGLang": ({"engine": "sglang", "tls": {"workers": {"enabled": True}}}, "port of engine sglang"),
     "tls without a secret": ({"tls": {"router": {"enabled": True}}}, "tls.router.secretName"),
     "no issuer": ({"tls": {"router": {"enabled": True, "certManager": {"enabled": True}}}}, "certManager.issuer"),
     "no tls": ({"tls": {"router": {"certManager": {"enabled": True, "issuer": "a"}}}}, "tls.router.enabled"),
@@ -159,6 +167,10 @@ class Rendered:
     @property
     def has_grpc_tls(self) -> bool:
         return bool(VARIANTS[self.name].get("tls", {}).get("grpc"))
+
+    @property
+    def has_worker_tls(self) -> bool:
+        return bool(VARIANTS[self.name].get("tls", {}).get("workers"))
 
     def agent_id(self, role: str, pod: str) -> str:
         """Of a pod of that pool."""

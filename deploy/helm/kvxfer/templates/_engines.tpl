@@ -9,7 +9,11 @@ args:
   {{- end }}
   - --agent-id={{ include "kvxfer.agent-id" . }}
   - --host=0.0.0.0
+  {{- if .root.Values.tls.workers.enabled }}
+  {{- include "kvxfer.serving-flags" .root | nindent 2 }}
+  {{- else }}
   - --insecure
+  {{- end }}
   - --advertise-host=$(POD_IP)
   - --port={{ .root.Values.workers.port }}
   - --probe-port={{ .root.Values.workers.probePort }}

@@ -106,9 +106,6 @@ securityContext:
 {{/* What is not there is refused, rather than rendered as if it were. */}}
 {{- define "kvxfer.refusals" -}}
 {{- include "kvxfer.grpc-refusals" . -}}
-{{- if .Values.tls.workers.enabled -}}
-{{- fail "tls.workers.enabled: the chart gives routers and workers no certificates for the HTTP between them yet; keep it off, and networkPolicy.enabled on" -}}
-{{- end -}}
 {{- with .Values.coordinator -}}
 {{- if and (gt (int .replicas) 1) (not (hasPrefix "etcd:" .store)) -}}
 {{- fail (printf "coordinator.store: %d coordinators need a store that they share, etcd:HOST:PORT,..., and not %s" (int .replicas) .store) -}}

@@ -1,7 +1,16 @@
-{{/* Certificates for the calls to the coordinator (tls.grpc): who has which, and where it is. A pool has one, whose name speaks for
-     all its agents: their ids are the name, a dot, and the pod. Parts that only one place uses are not here. */}}
+{{/* Certificates for the calls to the coordinator (tls.grpc), and for the HTTP between routers and workers (tls.workers): who has
+     which, and where it is. A pool has one, whose name speaks for all its agents: their ids are the name, a dot, and the pod.
+     Parts that only one place uses are not here. */}}
 {{- define "kvxfer.grpc-refusals" -}}
 {{- $root := . -}}
+{{- if .Values.tls.workers.enabled -}}
+{{- if ne .Values.engine "kvxfer" -}}
+{{- fail (printf "tls.workers.enabled: the HTTP port of engine %s knows no roles, and the probes and Prometheus ask it without a certificate; keep it off, and networkPolicy.enabled on" .Values.engine) -}}
+{{- end -}}
+{{- if not .Values.tls.grpc.enabled -}}
+{{- fail "tls.workers.enabled: tls.grpc.enabled must be true too, because it has the certificates" -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.tls.grpc -}}
 {{- if and .enabled (not (include "kvxfer.uses-coordinator" $root)) -}}
 {{- fail (printf "tls.grpc.enabled: with engine %s this chart has no coordinator, so there are no calls to encrypt; keep it off" $root.Values.engine) -}}
@@ -57,6 +66,22 @@
 {{- else -}}
 - --token-file=/etc/kvxfer/secrets/cluster-token
 {{- end -}}
+{{- end -}}
+
+{{/* What the coordinators, and workers with tls.workers, serve TLS with: their callers show certificates too. */}}
+{{- define "kvxfer.serving-flags" -}}
+- --tls-cert-file=/etc/kvxfer/grpc-tls/tls.crt
+- --tls-key-file=/etc/kvxfer/grpc-tls/tls.key
+- --tls-client-ca-file=/etc/kvxfer/grpc-tls/ca.crt
+- --revoked-file=/etc/kvxfer/revoked/revoked
+{{- end -}}
+
+{{- define "kvxfer.revoked-mount" -}}
+- {name: revoked, mountPath: /etc/kvxfer/revoked, readOnly: true}
+{{- end -}}
+
+{{- define "kvxfer.revoked-volume" -}}
+- {name: revoked, configMap: {name: {{ include "kvxfer.fullname" . }}-coordinator-revoked}}
 {{- end -}}
 
 {{/* Whether a pod other than the coordinator's holds the cluster token. */}}
