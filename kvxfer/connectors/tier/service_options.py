@@ -49,7 +49,8 @@ class TierServiceOptions:
         default="", metadata=_help("address that engines dial, if it is not bind_host")
     )
     insecure: bool = dataclasses.field(
-        default=False, metadata=_help("allow --http-host beyond loopback although HTTP is plain, and sessions without OpenSSL")
+        default=False,
+        metadata=_help("allow --http-host beyond loopback although HTTP is plain, and sessions without OpenSSL"),
     )
     http_host: str = dataclasses.field(default="127.0.0.1", metadata=_help("address of the HTTP port"))
     http_port: int = dataclasses.field(
