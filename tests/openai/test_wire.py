@@ -64,14 +64,15 @@ def test_encoding_never_breaks_a_line() -> None:
 @pytest.mark.parametrize("kind", sorted(errors.BY_CODE.values(), key=lambda kind: kind.code))
 def test_every_error_has_a_body_and_a_status(kind: type[errors.KvxferError]) -> None:
     body = error_body(kind("it broke"))["error"]
+    of_caller = (errors.InvalidArgumentError, errors.AuthenticationError, errors.ForbiddenError)
     assert body == {
         "message": "it broke",
-        "type": "invalid_request_error" if issubclass(kind, errors.InvalidArgumentError) else "server_error",
+        "type": "invalid_request_error" if issubclass(kind, of_caller) else "server_error",
         "param": None,
         "code": kind.code,
         "retryable": kind.retryable,
     }
-    assert status_for(kind("it broke")) in (400, 500, 502, 503, 504)
+    assert status_for(kind("it broke")) in (400, 401, 403, 500, 502, 503, 504)
     assert errors.from_code(body["code"], "x").retryable == body["retryable"]
 
 
