@@ -335,9 +335,11 @@ def test_an_engine_whose_blocks_do_not_fit_the_units_is_refused_by_name(tmp_path
     service.kill(signal.SIGTERM)
 
 
-def test_nothing_listens_beyond_loopback_unless_asked() -> None:
-    for flag in ("--bind-host=0.0.0.0", "--http-host=0.0.0.0"):
-        command = [sys.executable, "-m", "kvxfer.cli", "tier", "--capacity-bytes=65536", flag]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ, check=False)
+def test_nothing_plain_listens_beyond_loopback_unless_asked() -> None:
+    sessions = ("--bind-host=0.0.0.0", "--advertise-host=192.0.2.1")
+    for flags, encrypt in ((sessions, "never"), (("--http-host=0.0.0.0",), "auto")):
+        command = [sys.executable, "-m", "kvxfer.cli", "tier", "--capacity-bytes=65536", *flags]
+        environ = {**os.environ, "KVXFER_ENCRYPT": encrypt}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
         assert ended.returncode == 2
         assert "not loopback" in ended.stderr
