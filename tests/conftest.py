@@ -53,6 +53,7 @@ PLACES = {
     "tests/sglang/test_e2e_engines.py": "nightly",
     "tests/sglang/test_e2e_lost.py": "nightly",
     "tests/sglang/test_e2e_nixl.py": "nightly",
+    "tests/load/test_sweep.py": "deep",
     "tests/sglang/test_load.py": "nightly",
     "tests/sglang/test_router.py": "nightly",
     "tests/vllm/": "nightly",

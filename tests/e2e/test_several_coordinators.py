@@ -80,7 +80,7 @@ async def whole(cluster: Cluster, within_s: float) -> float:
     return time.monotonic() - began_s
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["coordinator", pytest.param("second", marks=pytest.mark.nightly)])
 async def test_a_coordinator_is_lost_under_load(cluster: Cluster, name: str, fault: str) -> None:
     await whole(cluster, MOVED_S)
@@ -111,7 +111,7 @@ async def test_a_coordinator_is_lost_under_load(cluster: Cluster, name: str, fau
     assert await incarnations(cluster) == before
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", [pytest.param("kill", marks=pytest.mark.nightly), "stop"])
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.nightly)])
 async def test_an_etcd_node_is_lost_under_load(cluster: Cluster, nodes: EtcdNodes, node: int, fault: str) -> None:
     await whole(cluster, MOVED_S)

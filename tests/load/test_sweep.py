@@ -18,8 +18,6 @@ from kvxfer.load.run import LoadRun
 from kvxfer.load.sweep import PointResult, SweepResult, sweep
 from kvxfer.load.sweep_points import SweepOptions, SweepPoint
 
-pytestmark = pytest.mark.deep
-
 MOCK = SweepOptions(splits=("1:1",), mock="--itl-ms 0", start_s=60.0)
 COMPLETE = json.dumps({"model": "mock", "prompt": [1, 2, 3], "max_tokens": 2})
 
@@ -159,6 +157,7 @@ def test_the_best_point_is_that_of_most_goodput_per_device() -> None:
     assert result.best(lambda made: None) is None
 
 
+@pytest.mark.nightly
 def test_the_built_in_engine_over_two_lanes() -> None:
     """Slow for its two starts of torch."""
     statuses = []
