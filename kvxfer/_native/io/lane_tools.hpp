@@ -21,7 +21,7 @@ struct LaneTools {
   std::unique_ptr<UcxWorker> ucx;  // null: that lane is off
   std::unique_ptr<Staging> staging;
   SplicePipes pipes;
-  std::shared_ptr<const Encryption> encryption;
+  std::shared_ptr<const Encryption> encryption = std::make_shared<Encryption>(EncryptionOptions{});  // never null
   TlsBuffers tls;
   // Holds bytes for a decoder, or bytes to throw away.
   std::unique_ptr<uint8_t[]> scratch{new uint8_t[kScratchBytes]};
