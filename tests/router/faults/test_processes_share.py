@@ -4,6 +4,7 @@ works in several: TLS, CORS, spans. A process that hangs is replaced. With real 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pathlib
@@ -48,24 +49,27 @@ async def test_limits_of_a_key_are_one_for_all_processes(tmp_path: pathlib.Path)
     path = tmp_path / "keys.yaml"
     path.write_text(KEYS)
     flags = (*SEVERAL, f"--api-key-file={path}")
-    async with site(1, 1, engine_flags=SLOW, router_flags=flags) as there, callers(there, at_each=5) as found:
-        those = [caller for some in zip(*found.values(), strict=False) for caller in some]
+    async with site(1, 1, engine_flags=SLOW, router_flags=flags) as there, contextlib.AsyncExitStack() as stack:
+        async with callers(there, at_each=5) as some_of_each:
+            those = [caller for some in zip(*some_of_each.values(), strict=False) for caller in some]
 
-        # Requests a minute: 30 requests over as many connections as there are.
-        begun_s = time.monotonic()
-        said = [(await complete(those[number % len(those)], "paced")).status_code for number in range(30)]
-        refilled = (time.monotonic() - begun_s) / 6.0
-        assert set(said) == {200, 429}
-        assert 10 <= said.count(200) <= 10 + refilled, said
-        assert said[:10] == [200] * 10
+            # Requests a minute: 30 requests over as many connections as there are.
+            begun_s = time.monotonic()
+            said = [(await complete(those[number % len(those)], "paced")).status_code for number in range(30)]
+            refilled = (time.monotonic() - begun_s) / 6.0
+            assert set(said) == {200, 429}
+            assert 10 <= said.count(200) <= 10 + refilled, said
+            assert said[:10] == [200] * 10
 
-        # Control routes ask for keys, and count: they are answered by the process that leads.
-        assert (await those[0].client.get("/v1/models")).status_code == 401
-        assert (await those[0].client.get("/v1/models", headers=bearer("paced"))).status_code == 429
-        assert (await those[1].client.get("/v1/workers", headers=bearer("free"))).status_code == 200
+            # Control routes ask for keys, and count: they are answered by the process that leads.
+            assert (await those[0].client.get("/v1/models")).status_code == 401
+            assert (await those[0].client.get("/v1/models", headers=bearer("paced"))).status_code == 429
+            assert (await those[1].client.get("/v1/workers", headers=bearer("free"))).status_code == 200
 
-        # Requests at once, and those of a process that is killed.
-        victim = those[0].pid
+        # Requests at once, and those of a process that is killed. The connections are new: one closes where a request
+        # is refused before its body is there, and the next one of that client may go to another process.
+        found = await stack.enter_async_context(callers(there, at_each=2))
+        victim = next(iter(found))
         running = [asyncio.create_task(complete(some[0], "narrow", 200)) for some in found.values()]
 
         async def is_full() -> bool:
