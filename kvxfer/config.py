@@ -260,12 +260,15 @@ class CoordinatorConfig:
     """A member that is silent for this time gets no new work."""
     dead_after_s: float = 3.0
     """A member that is silent for this time is gone, and its grants as a reader end everywhere."""
-    members_max: int = 4096
+    members_max: int = 16384
+    heartbeats_a_s_max: float = 2000.0
+    """Heartbeats of all agents together in a second: with more agents than that, each is told a longer interval."""
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "suspect_after_s", "dead_after_s"):
             check_positive(name, getattr(self, name), maximum=3600.0)
         check_positive("members_max", self.members_max, maximum=1 << 20)
+        check_positive("heartbeats_a_s_max", self.heartbeats_a_s_max, maximum=1e6)
         if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
             raise ConfigError(
                 "heartbeat_s < suspect_after_s < dead_after_s must hold, "

@@ -14,19 +14,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvxfer/_pb/control.proto\x12\tkvxfer.v1\"1\n\x0bIncarnation\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nboot_nonce\x18\x02 \x01(\x0c\"I\n\x08\x41gentRef\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12+\n\x0bincarnation\x18\x02 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\"\xb0\x02\n\x13\x43ompatibilityRecord\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x02 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0c\n\x04\x61xes\x18\t \x01(\t\x12\x0f\n\x07packing\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0f\n\x07tp_rank\x18\r \x01(\r\x12\x0f\n\x07tp_size\x18\x0e \x01(\r\x12\x0e\n\x06groups\x18\x0f \x01(\t\"\xdb\x01\n\nPoolRecord\x12\x0f\n\x07pool_id\x18\x01 \x01(\r\x12.\n\x06record\x18\x02 \x01(\x0b\x32\x1e.kvxfer.v1.CompatibilityRecord\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x08\x65xposure\x18\x05 \x01(\x0e\x32\x13.kvxfer.v1.Exposure\x12\x14\n\x0cis_shareable\x18\x06 \x01(\x08\x12%\n\x06memory\x18\x07 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\"d\n\x0b\x44\x61taAddress\x12\x10\n\x08tcp_host\x18\x01 \x01(\t\x12\x10\n\x08tcp_port\x18\x02 \x01(\r\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x03(\t\"\x83\x01\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\x04\x12\x18\n\x10running_requests\x18\x02 \x01(\x04\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\"\xb1\x01\n\nWorkerInfo\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvxfer.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x64ialect\x18\x07 \x01(\t\x12\x0e\n\x06stages\x18\x08 \x01(\t\"\xfb\x01\n\x06Member\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x12\n\nis_suspect\x18\x06 \x01(\x08\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x13\n\x0bsession_key\x18\x08 \x01(\x0c\"\xef\x01\n\x10MembershipUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08is_whole\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x12\n\nis_settled\x18\x05 \x01(\x08\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.kvxfer.v1.Member\x12!\n\x04gone\x18\x07 \x03(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x16\n\x0enext_within_ms\x18\x08 \x01(\x04\x12\x12\n\nleg_secret\x18\t \x01(\x0c\x12\x10\n\x08leg_keys\x18\n \x03(\x0c\"\xc7\x01\n\x0c\x41gentMessage\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.RegisterH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvxfer.v1.HeartbeatH\x00\x12.\n\x0cupdate_pools\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.UpdatePoolsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.kvxfer.v1.DeregisterH\x00\x42\x06\n\x04kind\"\x8b\x02\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12+\n\x0bincarnation\x18\x05 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x10\n\x08sessions\x18\x08 \x01(\x04\"?\n\tHeartbeat\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\"3\n\x0bUpdatePools\x12$\n\x05pools\x18\x01 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\"\x0c\n\nDeregister\"\xc7\x01\n\x12\x43oordinatorMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvxfer.v1.WelcomeH\x00\x12\x31\n\nmembership\x18\x02 \x01(\x0b\x32\x1b.kvxfer.v1.MembershipUpdateH\x00\x12&\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x15.kvxfer.v1.DrainOrderH\x00\x12\'\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.kvxfer.v1.StoppingH\x00\x42\x06\n\x04kind\"j\n\x07Welcome\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x15\n\rdead_after_ms\x18\x03 \x01(\x04\x12\x10\n\x08leg_keys\x18\x04 \x03(\x0c\"\x1c\n\nDrainOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08Stopping\"(\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rDrainResponse\"R\n\x0cStoredMember\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvxfer.v1.Member*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*K\n\x08\x45xposure\x12\x18\n\x14\x45XPOSURE_UNSPECIFIED\x10\x00\x12\x11\n\rEXPOSURE_POOL\x10\x01\x12\x12\n\x0e\x45XPOSURE_GRANT\x10\x02*8\n\nMemoryKind\x12\x14\n\x10MEMORY_KIND_HOST\x10\x00\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x01\x32\xd1\x01\n\x0b\x43oordinator\x12\x45\n\x07Session\x12\x17.kvxfer.v1.AgentMessage\x1a\x1d.kvxfer.v1.CoordinatorMessage(\x01\x30\x01\x12?\n\x05Watch\x12\x17.kvxfer.v1.WatchRequest\x1a\x1b.kvxfer.v1.MembershipUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvxfer.v1.DrainRequest\x1a\x18.kvxfer.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvxfer/_pb/control.proto\x12\tkvxfer.v1\"1\n\x0bIncarnation\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nboot_nonce\x18\x02 \x01(\x0c\"I\n\x08\x41gentRef\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12+\n\x0bincarnation\x18\x02 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\"\xb0\x02\n\x13\x43ompatibilityRecord\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12\x63onfig_fingerprint\x18\x02 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0c\n\x04\x61xes\x18\t \x01(\t\x12\x0f\n\x07packing\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x0f\n\x07tp_rank\x18\r \x01(\r\x12\x0f\n\x07tp_size\x18\x0e \x01(\r\x12\x0e\n\x06groups\x18\x0f \x01(\t\"\xdb\x01\n\nPoolRecord\x12\x0f\n\x07pool_id\x18\x01 \x01(\r\x12.\n\x06record\x18\x02 \x01(\x0b\x32\x1e.kvxfer.v1.CompatibilityRecord\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x08\x65xposure\x18\x05 \x01(\x0e\x32\x13.kvxfer.v1.Exposure\x12\x14\n\x0cis_shareable\x18\x06 \x01(\x08\x12%\n\x06memory\x18\x07 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\"d\n\x0b\x44\x61taAddress\x12\x10\n\x08tcp_host\x18\x01 \x01(\t\x12\x10\n\x08tcp_port\x18\x02 \x01(\r\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x03(\t\"\x83\x01\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\x04\x12\x18\n\x10running_requests\x18\x02 \x01(\x04\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\"\xb1\x01\n\nWorkerInfo\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvxfer.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x64ialect\x18\x07 \x01(\t\x12\x0e\n\x06stages\x18\x08 \x01(\t\"\xfb\x01\n\x06Member\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x12\n\nis_suspect\x18\x06 \x01(\x08\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x13\n\x0bsession_key\x18\x08 \x01(\x0c\"\x93\x02\n\x10MembershipUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08is_whole\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x12\n\nis_settled\x18\x05 \x01(\x08\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.kvxfer.v1.Member\x12!\n\x04gone\x18\x07 \x03(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x16\n\x0enext_within_ms\x18\x08 \x01(\x04\x12\x12\n\nleg_secret\x18\t \x01(\x0c\x12\x10\n\x08leg_keys\x18\n \x03(\x0c\x12\"\n\x04pace\x18\x0b \x01(\x0b\x32\x14.kvxfer.v1.AgentPace\"R\n\tAgentPace\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\x04\x12\x15\n\rdead_after_ms\x18\x02 \x01(\x04\x12\x18\n\x10return_within_ms\x18\x03 \x01(\x04\"\xe6\x01\n\x0c\x41gentMessage\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.RegisterH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvxfer.v1.HeartbeatH\x00\x12.\n\x0cupdate_pools\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.UpdatePoolsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.kvxfer.v1.DeregisterH\x00\x12\x1d\n\x03\x61sk\x18\x05 \x01(\x0b\x32\x0e.kvxfer.v1.AskH\x00\x42\x06\n\x04kind\"\x9a\x02\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.kvxfer.v1.WorkerInfo\x12\'\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0b\x32\x16.kvxfer.v1.DataAddress\x12$\n\x05pools\x18\x04 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\x12+\n\x0bincarnation\x18\x05 \x01(\x0b\x32\x16.kvxfer.v1.Incarnation\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x12\x10\n\x08sessions\x18\x08 \x01(\x04\x12\r\n\x05known\x18\t \x03(\t\"W\n\tHeartbeat\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.kvxfer.v1.Load\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x16\n\x0enext_within_ms\x18\x03 \x01(\x04\"3\n\x0bUpdatePools\x12$\n\x05pools\x18\x01 \x03(\x0b\x32\x15.kvxfer.v1.PoolRecord\"\x0c\n\nDeregister\"\x18\n\x03\x41sk\x12\x11\n\tagent_ids\x18\x01 \x03(\t\"\xc7\x01\n\x12\x43oordinatorMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvxfer.v1.WelcomeH\x00\x12\x31\n\nmembership\x18\x02 \x01(\x0b\x32\x1b.kvxfer.v1.MembershipUpdateH\x00\x12&\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x15.kvxfer.v1.DrainOrderH\x00\x12\'\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.kvxfer.v1.StoppingH\x00\x42\x06\n\x04kind\"\x84\x01\n\x07Welcome\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvxfer.v1.AgentRef\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x15\n\rdead_after_ms\x18\x03 \x01(\x04\x12\x10\n\x08leg_keys\x18\x04 \x03(\x0c\x12\x18\n\x10return_within_ms\x18\x05 \x01(\x04\"\x1c\n\nDrainOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08Stopping\"(\n\x0cWatchRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"0\n\x0c\x44rainRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rDrainResponse\"3\n\x0f\x41\x63quaintRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x0e\n\x06others\x18\x02 \x03(\t\"\x12\n\x10\x41\x63quaintResponse\"R\n\x0cStoredMember\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvxfer.v1.Member*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03*K\n\x08\x45xposure\x12\x18\n\x14\x45XPOSURE_UNSPECIFIED\x10\x00\x12\x11\n\rEXPOSURE_POOL\x10\x01\x12\x12\n\x0e\x45XPOSURE_GRANT\x10\x02*8\n\nMemoryKind\x12\x14\n\x10MEMORY_KIND_HOST\x10\x00\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x01\x32\x96\x02\n\x0b\x43oordinator\x12\x45\n\x07Session\x12\x17.kvxfer.v1.AgentMessage\x1a\x1d.kvxfer.v1.CoordinatorMessage(\x01\x30\x01\x12?\n\x05Watch\x12\x17.kvxfer.v1.WatchRequest\x1a\x1b.kvxfer.v1.MembershipUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvxfer.v1.DrainRequest\x1a\x18.kvxfer.v1.DrainResponse\x12\x43\n\x08\x41\x63quaint\x12\x1a.kvxfer.v1.AcquaintRequest\x1a\x1b.kvxfer.v1.AcquaintResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvxfer._pb.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2755
-  _globals['_ROLE']._serialized_end=2833
-  _globals['_EXPOSURE']._serialized_start=2835
-  _globals['_EXPOSURE']._serialized_end=2910
-  _globals['_MEMORYKIND']._serialized_start=2912
-  _globals['_MEMORYKIND']._serialized_end=2968
+  _globals['_ROLE']._serialized_start=3071
+  _globals['_ROLE']._serialized_end=3149
+  _globals['_EXPOSURE']._serialized_start=3151
+  _globals['_EXPOSURE']._serialized_end=3226
+  _globals['_MEMORYKIND']._serialized_start=3228
+  _globals['_MEMORYKIND']._serialized_end=3284
   _globals['_INCARNATION']._serialized_start=39
   _globals['_INCARNATION']._serialized_end=88
   _globals['_AGENTREF']._serialized_start=90
@@ -44,33 +44,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBER']._serialized_start=1111
   _globals['_MEMBER']._serialized_end=1362
   _globals['_MEMBERSHIPUPDATE']._serialized_start=1365
-  _globals['_MEMBERSHIPUPDATE']._serialized_end=1604
-  _globals['_AGENTMESSAGE']._serialized_start=1607
-  _globals['_AGENTMESSAGE']._serialized_end=1806
-  _globals['_REGISTER']._serialized_start=1809
-  _globals['_REGISTER']._serialized_end=2076
-  _globals['_HEARTBEAT']._serialized_start=2078
-  _globals['_HEARTBEAT']._serialized_end=2141
-  _globals['_UPDATEPOOLS']._serialized_start=2143
-  _globals['_UPDATEPOOLS']._serialized_end=2194
-  _globals['_DEREGISTER']._serialized_start=2196
-  _globals['_DEREGISTER']._serialized_end=2208
-  _globals['_COORDINATORMESSAGE']._serialized_start=2211
-  _globals['_COORDINATORMESSAGE']._serialized_end=2410
-  _globals['_WELCOME']._serialized_start=2412
-  _globals['_WELCOME']._serialized_end=2518
-  _globals['_DRAINORDER']._serialized_start=2520
-  _globals['_DRAINORDER']._serialized_end=2548
-  _globals['_STOPPING']._serialized_start=2550
-  _globals['_STOPPING']._serialized_end=2560
-  _globals['_WATCHREQUEST']._serialized_start=2562
-  _globals['_WATCHREQUEST']._serialized_end=2602
-  _globals['_DRAINREQUEST']._serialized_start=2604
-  _globals['_DRAINREQUEST']._serialized_end=2652
-  _globals['_DRAINRESPONSE']._serialized_start=2654
-  _globals['_DRAINRESPONSE']._serialized_end=2669
-  _globals['_STOREDMEMBER']._serialized_start=2671
-  _globals['_STOREDMEMBER']._serialized_end=2753
-  _globals['_COORDINATOR']._serialized_start=2971
-  _globals['_COORDINATOR']._serialized_end=3180
+  _globals['_MEMBERSHIPUPDATE']._serialized_end=1640
+  _globals['_AGENTPACE']._serialized_start=1642
+  _globals['_AGENTPACE']._serialized_end=1724
+  _globals['_AGENTMESSAGE']._serialized_start=1727
+  _globals['_AGENTMESSAGE']._serialized_end=1957
+  _globals['_REGISTER']._serialized_start=1960
+  _globals['_REGISTER']._serialized_end=2242
+  _globals['_HEARTBEAT']._serialized_start=2244
+  _globals['_HEARTBEAT']._serialized_end=2331
+  _globals['_UPDATEPOOLS']._serialized_start=2333
+  _globals['_UPDATEPOOLS']._serialized_end=2384
+  _globals['_DEREGISTER']._serialized_start=2386
+  _globals['_DEREGISTER']._serialized_end=2398
+  _globals['_ASK']._serialized_start=2400
+  _globals['_ASK']._serialized_end=2424
+  _globals['_COORDINATORMESSAGE']._serialized_start=2427
+  _globals['_COORDINATORMESSAGE']._serialized_end=2626
+  _globals['_WELCOME']._serialized_start=2629
+  _globals['_WELCOME']._serialized_end=2761
+  _globals['_DRAINORDER']._serialized_start=2763
+  _globals['_DRAINORDER']._serialized_end=2791
+  _globals['_STOPPING']._serialized_start=2793
+  _globals['_STOPPING']._serialized_end=2803
+  _globals['_WATCHREQUEST']._serialized_start=2805
+  _globals['_WATCHREQUEST']._serialized_end=2845
+  _globals['_DRAINREQUEST']._serialized_start=2847
+  _globals['_DRAINREQUEST']._serialized_end=2895
+  _globals['_DRAINRESPONSE']._serialized_start=2897
+  _globals['_DRAINRESPONSE']._serialized_end=2912
+  _globals['_ACQUAINTREQUEST']._serialized_start=2914
+  _globals['_ACQUAINTREQUEST']._serialized_end=2965
+  _globals['_ACQUAINTRESPONSE']._serialized_start=2967
+  _globals['_ACQUAINTRESPONSE']._serialized_end=2985
+  _globals['_STOREDMEMBER']._serialized_start=2987
+  _globals['_STOREDMEMBER']._serialized_end=3069
+  _globals['_COORDINATOR']._serialized_start=3287
+  _globals['_COORDINATOR']._serialized_end=3565
 # @@protoc_insertion_point(module_scope)

@@ -170,7 +170,7 @@ class Member(_message.Message):
     def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_suspect: bool = ..., is_draining: bool = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class MembershipUpdate(_message.Message):
-    __slots__ = ("epoch", "revision", "is_whole", "is_last", "is_settled", "members", "gone", "next_within_ms", "leg_secret", "leg_keys")
+    __slots__ = ("epoch", "revision", "is_whole", "is_last", "is_settled", "members", "gone", "next_within_ms", "leg_secret", "leg_keys", "pace")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class MembershipUpdate(_message.Message):
     NEXT_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     LEG_SECRET_FIELD_NUMBER: _ClassVar[int]
     LEG_KEYS_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     revision: int
     is_whole: bool
@@ -191,22 +192,35 @@ class MembershipUpdate(_message.Message):
     next_within_ms: int
     leg_secret: bytes
     leg_keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, epoch: _Optional[bytes] = ..., revision: _Optional[int] = ..., is_whole: bool = ..., is_last: bool = ..., is_settled: bool = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[AgentRef, _Mapping]]] = ..., next_within_ms: _Optional[int] = ..., leg_secret: _Optional[bytes] = ..., leg_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    pace: AgentPace
+    def __init__(self, epoch: _Optional[bytes] = ..., revision: _Optional[int] = ..., is_whole: bool = ..., is_last: bool = ..., is_settled: bool = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[AgentRef, _Mapping]]] = ..., next_within_ms: _Optional[int] = ..., leg_secret: _Optional[bytes] = ..., leg_keys: _Optional[_Iterable[bytes]] = ..., pace: _Optional[_Union[AgentPace, _Mapping]] = ...) -> None: ...
+
+class AgentPace(_message.Message):
+    __slots__ = ("heartbeat_ms", "dead_after_ms", "return_within_ms")
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ms: int
+    dead_after_ms: int
+    return_within_ms: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., return_within_ms: _Optional[int] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "update_pools", "deregister")
+    __slots__ = ("register", "heartbeat", "update_pools", "deregister", "ask")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     UPDATE_POOLS_FIELD_NUMBER: _ClassVar[int]
     DEREGISTER_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     update_pools: UpdatePools
     deregister: Deregister
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., update_pools: _Optional[_Union[UpdatePools, _Mapping]] = ..., deregister: _Optional[_Union[Deregister, _Mapping]] = ...) -> None: ...
+    ask: Ask
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., update_pools: _Optional[_Union[UpdatePools, _Mapping]] = ..., deregister: _Optional[_Union[Deregister, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining", "sessions")
+    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining", "sessions", "known")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +229,7 @@ class Register(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     info: WorkerInfo
     address: DataAddress
@@ -223,15 +238,18 @@ class Register(_message.Message):
     load: Load
     is_draining: bool
     sessions: int
-    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., sessions: _Optional[int] = ...) -> None: ...
+    known: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., sessions: _Optional[int] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("load", "is_draining")
+    __slots__ = ("load", "is_draining", "next_within_ms")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     load: Load
     is_draining: bool
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ...) -> None: ...
+    next_within_ms: int
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., next_within_ms: _Optional[int] = ...) -> None: ...
 
 class UpdatePools(_message.Message):
     __slots__ = ("pools",)
@@ -242,6 +260,12 @@ class UpdatePools(_message.Message):
 class Deregister(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("agent_ids",)
+    AGENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    agent_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("welcome", "membership", "drain", "stopping")
@@ -256,16 +280,18 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[MembershipUpdate, _Mapping]] = ..., drain: _Optional[_Union[DrainOrder, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("ref", "heartbeat_ms", "dead_after_ms", "leg_keys")
+    __slots__ = ("ref", "heartbeat_ms", "dead_after_ms", "leg_keys", "return_within_ms")
     REF_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     LEG_KEYS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     ref: AgentRef
     heartbeat_ms: int
     dead_after_ms: int
     leg_keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., leg_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    return_within_ms: int
+    def __init__(self, ref: _Optional[_Union[AgentRef, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., leg_keys: _Optional[_Iterable[bytes]] = ..., return_within_ms: _Optional[int] = ...) -> None: ...
 
 class DrainOrder(_message.Message):
     __slots__ = ("reason",)
@@ -292,6 +318,18 @@ class DrainRequest(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AcquaintRequest(_message.Message):
+    __slots__ = ("agent_id", "others")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    others: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_id: _Optional[str] = ..., others: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AcquaintResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -54,6 +54,11 @@ class CoordinatorStub(object):
                 request_serializer=kvxfer_dot___pb_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvxfer_dot___pb_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Acquaint = channel.unary_unary(
+                '/kvxfer.v1.Coordinator/Acquaint',
+                request_serializer=kvxfer_dot___pb_dot_control__pb2.AcquaintRequest.SerializeToString,
+                response_deserializer=kvxfer_dot___pb_dot_control__pb2.AcquaintResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -80,6 +85,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Acquaint(self, request, context):
+        """From another coordinator: agents of it named an agent whose session is here, which is to be told of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +109,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvxfer_dot___pb_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=kvxfer_dot___pb_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'Acquaint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acquaint,
+                    request_deserializer=kvxfer_dot___pb_dot_control__pb2.AcquaintRequest.FromString,
+                    response_serializer=kvxfer_dot___pb_dot_control__pb2.AcquaintResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +197,33 @@ class Coordinator(object):
             '/kvxfer.v1.Coordinator/Drain',
             kvxfer_dot___pb_dot_control__pb2.DrainRequest.SerializeToString,
             kvxfer_dot___pb_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Acquaint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvxfer.v1.Coordinator/Acquaint',
+            kvxfer_dot___pb_dot_control__pb2.AcquaintRequest.SerializeToString,
+            kvxfer_dot___pb_dot_control__pb2.AcquaintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -133,6 +133,7 @@ class Agent(AgentMemory):
                 self._discovery = Discovery(token, self.info, self._pools, self._runtime, transport)
             self._runtime.start()
             if session is not None:
+                self._runtime.peers.ask = session.ask
                 self._runtime.peers.coordinator_is(session.is_connected)
                 self._runtime.peers.apply(session.membership)
                 session.set_pools(self._pools.published)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvxfer.errors import (
     ClosedError,
@@ -56,6 +56,8 @@ class Peers:
         self._is_closed = False
         self.coordinator_state: bool | None = None
         """Whether the coordinator is heard; ``None`` where there is none."""
+        self.ask: Callable[[str], None] | None = None
+        """Has the coordinator tell of an agent: in a big cluster it tells only of those that were asked for."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda member: member.ref))
@@ -174,7 +176,9 @@ class Peers:
         return ref in self._members
 
     def unknown(self, agent_id: str) -> KvxferError:
-        """Why a name that is not known cannot be used."""
+        """Why a name that is not known cannot be used; asks for it, for the next time."""
+        if self.ask is not None:
+            self.ask(agent_id)
         if self.coordinator_state is False:
             return CoordinatorUnavailableError(
                 f"agent {agent_id!r} is not known here, and the coordinator cannot be asked"
@@ -190,6 +194,8 @@ class Peers:
         Raises PeerGoneError after ``timeout_s``, and at once if no coordinator could tell or a later incarnation is
         known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
         """
+        if self.ask is not None and self._find_incarnation(agent_id, incarnation) is None:
+            self.ask(agent_id)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -69,6 +69,10 @@ class StoreKeeper:
         """The other coordinators that are alive and can be reached: their addresses by name."""
         return {name: address for name, address in self._alive.items() if address and name != self.owner}
 
+    def address_of(self, agent_id: str) -> str:
+        """Where the other coordinator that wrote this member last is reached; empty where there is none."""
+        return self.peers.get(self._owners.get(agent_id, ""), "")
+
     async def start(self, address: str) -> None:
         """Open the store, and know its members. ``address``: where other coordinators reach this one.
 

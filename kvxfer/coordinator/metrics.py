@@ -57,6 +57,15 @@ class CoordinatorMetrics:
         self._store_unwritten = prometheus_client.Gauge(
             "kvxfer_coordinator_store_unwritten", "Members whose record the store lacks.", registry=self.registry
         )
+        self._interval = prometheus_client.Gauge(
+            "kvxfer_coordinator_heartbeat_interval_seconds",
+            "How often agents are told to give a heartbeat.",
+            registry=self.registry,
+        )
+        self._heartbeats = prometheus_client.Counter(
+            "kvxfer_coordinator_heartbeats", "Heartbeats of agents.", registry=self.registry
+        )
+        self._heartbeats_shown = 0
         self._registrations = prometheus_client.Counter(
             "kvxfer_coordinator_registrations",
             "Registrations by outcome: new, return, or an error code.",
@@ -99,6 +108,12 @@ class CoordinatorMetrics:
         self._revision.set(statistics.revision)
         self._settled.set(statistics.is_settled)
         self._watchers.set(watchers)
+
+    def observe_heartbeats(self, count: int, interval_s: float) -> None:
+        """Show how many heartbeats came since the start, and what agents are told of their interval."""
+        self._heartbeats.inc(count - self._heartbeats_shown)
+        self._heartbeats_shown = count
+        self._interval.set(interval_s)
 
     def observe_store(self, failure: str, unwritten: int) -> None:
         """Show the store as it is now: why it cannot be had, or empty."""

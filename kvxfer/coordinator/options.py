@@ -82,6 +82,14 @@ class CoordinatorOptions:
         default=DEFAULTS.dead_after_s, metadata={"help": "seconds of silence after which an agent is gone"}
     )
     members_max: int = dataclasses.field(default=DEFAULTS.members_max, metadata={"help": "most agents at a time"})
+    heartbeats_a_s_max: float = dataclasses.field(
+        default=DEFAULTS.heartbeats_a_s_max,
+        metadata={"help": "heartbeats of all agents in a second; with more agents each is told a longer interval"},
+    )
+    whole_view_max: int = dataclasses.field(
+        default=256,
+        metadata={"help": "members beyond which an agent is told of those only that it asks for, or that ask for it"},
+    )
     watchers_max: int = dataclasses.field(default=1024, metadata={"help": "most membership watchers at a time"})
     allow_http_host: tuple[str, ...] = dataclasses.field(
         default=(),
@@ -104,6 +112,8 @@ class CoordinatorOptions:
             if value is not None and not 0 <= value < 65536:
                 raise ConfigError(f"{name} must be 0 to 65535, not {value}")
         check_positive("watchers_max", self.watchers_max, maximum=1 << 16)
+        if self.whole_view_max < 0:
+            raise ConfigError(f"whole_view_max must be 0 or more, not {self.whole_view_max}")
         check_positive("stop_grace_s", self.stop_grace_s, maximum=60.0)
         check_positive("leg_key_period_s", self.leg_key_period_s, maximum=366 * 86400.0)
         if self.leg_key_period_s < LEG_KEY_PERIOD_MIN_S:
@@ -137,4 +147,6 @@ class CoordinatorOptions:
     @property
     def config(self) -> CoordinatorConfig:
         """The part that the directory needs."""
-        return CoordinatorConfig(self.heartbeat_s, self.suspect_after_s, self.dead_after_s, self.members_max)
+        return CoordinatorConfig(
+            self.heartbeat_s, self.suspect_after_s, self.dead_after_s, self.members_max, self.heartbeats_a_s_max
+        )

@@ -25,6 +25,7 @@ from kvxfer.coordinator.listening import ControlPort
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.peers import PeerWatches
+from kvxfer.coordinator.receivers import Receivers
 from kvxfer.coordinator.service import CoordinatorService
 from kvxfer.coordinator.store import EtcdFiles, Store, make_store
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
@@ -32,6 +33,7 @@ from kvxfer.observe import hide
 from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.handshake import session_root
 from kvxfer.protocol.liveness import LivenessLimits
+from kvxfer.protocol.pace import Pace
 from kvxfer.rpc.token import default_token_path, load_or_create_token
 from kvxfer.trust.files import FollowedFiles, IdentityFiles
 from kvxfer.trust.identity import CertRole
@@ -77,6 +79,7 @@ async def serve(
     store = store or make_store(options.store, started_us, lease_s=lease_s, files=_store_files(options))
     keeper = StoreKeeper(directory, store, clock)
     root = session_root(token)
+    receivers = Receivers(directory, options.whole_view_max)
     service = CoordinatorService(
         options.config,
         directory,
@@ -84,12 +87,14 @@ async def serve(
         root,
         clock,
         metrics,
+        receivers,
         watchers_max=options.watchers_max,
         hosts=RegisteredHosts(options.allow_http_host),
         gate=gate,
         leg_keys=LegKeys(root, clock, period_s=options.leg_key_period_s, wall_s=started_us / 1e6),
     )
     peers = PeerWatches(keeper, token, files)
+    receivers.on_elsewhere = peers.acquaint
     health = Health("kvxfer.v1.Coordinator")
 
     def add_services(server: grpc.aio.Server) -> None:
@@ -147,8 +152,14 @@ def make_directory(options: CoordinatorOptions, now_ns: int, *, first_revision: 
         dead_after_ns=round(options.dead_after_s * NS_PER_S),
         gap_max_ns=round(options.heartbeat_s * NS_PER_S / 2),
     )
-    epoch = secrets.token_bytes(16)
-    return Directory(limits, now_ns, epoch=epoch, first_revision=first_revision, members_max=options.members_max)
+    return Directory(
+        limits,
+        now_ns,
+        epoch=secrets.token_bytes(16),
+        first_revision=first_revision,
+        members_max=options.members_max,
+        pace=Pace(options.heartbeat_s, options.dead_after_s, options.heartbeats_a_s_max),
+    )
 
 
 def _tls_files(options: CoordinatorOptions) -> FollowedFiles | None:

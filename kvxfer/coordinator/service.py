@@ -1,10 +1,10 @@
 """The Coordinator service: carries messages between gRPC streams and the directory machine. Decides nothing about
 membership; must never be on the data path.
 
-The service keeps two things for each stream: a StreamState, with the orders that its receiver was not told yet, and
-the revision of the membership that its receiver has. It computes an update when it sends it: the difference between
-that revision and the directory. So no updates queue up, and a slow receiver costs no memory. The service sends an
-update at least once in each heartbeat interval, even an empty one, because clients take it for the coordinator's
+The service keeps a StreamState for each stream: the orders that its receiver was not told yet, and the revision of the
+membership that its receiver has. It computes an update when it sends it: the difference between that revision and the
+directory. So no updates queue up, and a slow receiver costs no memory. An agent's heartbeat is answered with an update,
+even an empty one, and a watcher gets one in each heartbeat interval, because clients take it for the coordinator's
 heartbeat.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,6 +29,7 @@ from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
 from kvxfer.coordinator.leg_keys import LegKeys
 from kvxfer.coordinator.metrics import CoordinatorMetrics
+from kvxfer.coordinator.receivers import Receivers, StreamState
 from kvxfer.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
@@ -52,7 +52,7 @@ from kvxfer.protocol.directory import (
 from kvxfer.protocol.handshake import session_key
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import CODE_KEY, EOF, REASON_BYTES_MAX
-from kvxfer.trust.permissions import NO_SUBJECT, ControlCall, Subject, sends_legs
+from kvxfer.trust.permissions import ControlCall, Subject, sends_legs
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.coordinator")
@@ -73,26 +73,6 @@ _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
 }
 
 
-class StreamState:
-    """What one stream still has to be told, as state: never a queue."""
-
-    def __init__(self, caller: Caller, subject: Subject, *, with_load: bool) -> None:
-        self.caller = caller
-        self.subject = subject
-        self.with_load = with_load
-        self.wake = asyncio.Event()
-        self.drain_reason: str | None = None
-        self.close_error: KvxferError | None = None
-        self.is_stopping = False
-        self.leg_period = 0
-        """Whose leg keys it was given."""
-
-    def close(self, error: KvxferError) -> None:
-        """Have the stream end with ``error``; the first one counts."""
-        self.close_error = self.close_error or error
-        self.wake.set()
-
-
 class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     """One coordinator's streams. Runs on one asyncio loop."""
 
@@ -104,6 +84,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         root: bytes,
         clock: Clock,
         metrics: CoordinatorMetrics,
+        receivers: Receivers,
         *,
         watchers_max: int,
         hosts: RegisteredHosts,
@@ -123,45 +104,47 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._gate = gate
         self._leg_keys = leg_keys
         self._leg_period = leg_keys.period
-        self._sessions: dict[int, StreamState] = {}
-        self._watchers: set[StreamState] = set()
-        self._pushed_revision = directory.revision
-        """The last revision for which the watchers were woken."""
-        self._pushed_shape_revision = directory.shape_revision
-        """The last revision for which the agents were woken: they need no update for a new load."""
+        self._receivers = receivers
+        self._messages = convert.MemberMessages()
+        self._heartbeats = 0
+        self._observed_ns = 0
         self._is_stopping = False
         self._closed_for: KvxferError | None = None
 
     def tick(self) -> None:
         """Let time pass for the directory; call a few times per heartbeat."""
-        self._carry_out(self._directory.tick(self._clock.now_ns()))
-        self._metrics.observe(self._directory.statistics(), len(self._watchers))
+        now_ns = self._clock.now_ns()
+        self._carry_out(self._directory.tick(now_ns))
+        if now_ns - self._observed_ns >= self._directory.pace.heartbeat_ms * 1_000_000 / 4:
+            self._observed_ns = now_ns
+            self._metrics.observe(self._directory.statistics(), len(self._receivers.watchers))
+            self._metrics.observe_heartbeats(self._heartbeats, self._directory.pace.heartbeat_ms / 1e3)
         self._metrics.observe_store(self._keeper.failure, self._keeper.unwritten)
         if self._leg_period != self._leg_keys.period:
             self._leg_period = self._leg_keys.period
-            for receiver in (*self._sessions.values(), *self._watchers):
+            for receiver in self._receivers:
                 receiver.wake.set()
 
     def stop(self) -> None:
         """Tell every stream that the coordinator stops, and take no new ones."""
         self._is_stopping = True
-        for receiver in (*self._sessions.values(), *self._watchers):
+        for receiver in self._receivers:
             receiver.is_stopping = True
             receiver.wake.set()
 
     def end_revoked(self) -> None:
         """End the streams whose callers are revoked by now, and the incarnations of those that are agents."""
-        for stream, receiver in list(self._sessions.items()):
+        for stream, receiver in list(self._receivers.sessions.items()):
             if self._end_if_revoked(receiver, ControlCall.REGISTER):
                 self._carry_out(self._directory.deregister(stream, now_ns=self._clock.now_ns()))
-        for receiver in list(self._watchers):
+        for receiver in list(self._receivers.watchers):
             self._end_if_revoked(receiver, ControlCall.WATCH)
 
     def close_for(self, error: KvxferError) -> None:
         """End every stream with ``error``, and take no new one before :meth:`reopen`. Agents may come back then with
         their incarnations."""
         self._closed_for = error
-        for receiver in (*self._sessions.values(), *self._watchers):
+        for receiver in self._receivers:
             receiver.close(error)
 
     def reopen(self) -> None:
@@ -181,12 +164,11 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     async def Session(self, requests: Any, context: Any) -> None:
         try:
             caller = self._gate.identify(context, ControlCall.REGISTER)
-            registration, subject = await self._register(context, caller)
-            receiver = self._sessions[registration.stream] = StreamState(caller, subject, with_load=False)
+            registration, receiver = await self._register(context, caller)
             try:
                 await self._run_session(context, registration, receiver)
             finally:
-                del self._sessions[registration.stream]
+                self._receivers.close(registration.stream)
                 if not self._is_stopping:  # a stream that we end ourselves says nothing of the agent behind it
                     self._carry_out(self._directory.stream_ended(registration.stream, now_ns=self._clock.now_ns()))
         except KvxferError as error:
@@ -202,19 +184,14 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             caller = self._gate.identify(context, ControlCall.WATCH)
             with self._gate.audited(caller, ControlCall.WATCH):
                 self._check_open()
-                if len(self._watchers) >= self._watchers_max:
+                if len(self._receivers.watchers) >= self._watchers_max:
                     raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
-            receiver = StreamState(caller, NO_SUBJECT, with_load=True)
-            self._watchers.add(receiver)
+            receiver = StreamState(caller)
+            self._receivers.watchers.add(receiver)
             try:
-                await self._push(
-                    receiver,
-                    context.write,
-                    lambda _: b"",
-                    add_leg_keys=functools.partial(self._add_leg_secret, receiver),
-                )
+                await self._push_to_watcher(context, receiver)
             finally:
-                self._watchers.discard(receiver)
+                self._receivers.watchers.discard(receiver)
             raise CoordinatorUnavailableError("the coordinator is stopping")
         except KvxferError as error:
             await abort(context, error)
@@ -232,9 +209,17 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             await abort(context, error)
         return pb.DrainResponse()
 
-    def _add_leg_secret(self, receiver: StreamState, update: pb.MembershipUpdate) -> None:
-        if sends_legs(receiver.caller.identity):
-            update.leg_secret = self._leg_keys.secret()
+    async def Acquaint(self, request: pb.AcquaintRequest, context: Any) -> pb.AcquaintResponse:
+        try:
+            caller = self._gate.identify(context, ControlCall.ACQUAINT)
+            agent_id = convert.read_agent_id(request.agent_id)
+            others = convert.read_names(request.others)
+            with self._gate.audited(caller, ControlCall.ACQUAINT, Subject(agent_id)):
+                self._check_open()
+                self._receivers.acquaint(agent_id, others)
+        except KvxferError as error:
+            await abort(context, error)
+        return pb.AcquaintResponse()
 
     def _check_open(self) -> None:
         if self._is_stopping:
@@ -242,7 +227,8 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         if self._closed_for is not None:
             raise self._closed_for
 
-    async def _register(self, context: Any, caller: Caller) -> tuple[Registration, Subject]:
+    async def _register(self, context: Any, caller: Caller) -> tuple[Registration, StreamState]:
+        """Admit an agent."""
         try:
             async with asyncio.timeout(HELLO_S):
                 message = await _read(context)
@@ -261,7 +247,9 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             raise
         self._metrics.registered("return" if registration.is_return else "new")
         log.info("%s %s", registration.ref, "is back" if registration.is_return else "registered")
-        return registration, subject
+        receiver = StreamState(caller, subject)
+        self._receivers.open(registration.stream, receiver, hello.known)
+        return registration, receiver
 
     async def _admit(self, hello: Hello, context: Any) -> Registration:
         self._hosts.check(hello, context.peer())
@@ -290,28 +278,17 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """Both directions of a registered stream, until either ends."""
         welcome = pb.Welcome(
             ref=convert.write_ref(registration.ref),
-            heartbeat_ms=round(self._config.heartbeat_s * 1e3),
-            dead_after_ms=round(self._config.dead_after_s * 1e3),
+            heartbeat_ms=registration.pace.heartbeat_ms,
+            dead_after_ms=registration.pace.dead_after_ms,
             leg_keys=self._leg_keys.accepted_by(registration.ref) if receiver.subject.has_http else (),
+            return_within_ms=registration.pace.return_within_ms,
         )
+        receiver.pace = registration.pace
         receiver.leg_period = self._leg_keys.period
         await context.write(pb.CoordinatorMessage(welcome=welcome))
 
-        async def write(update: pb.MembershipUpdate) -> None:
-            await context.write(pb.CoordinatorMessage(membership=update))
-
-        def key_of(other: AgentRef) -> bytes:
-            return session_key(self._root, registration.ref, other)
-
-        def add_leg_keys(update: pb.MembershipUpdate) -> None:
-            if receiver.subject.has_http:
-                update.leg_keys.extend(self._leg_keys.accepted_by(registration.ref))
-
-        async def push() -> None:
-            await self._push(receiver, write, key_of, context, add_leg_keys=add_leg_keys)
-
-        listener = asyncio.create_task(self._listen(context, registration.stream))
-        pusher = asyncio.create_task(push())
+        listener = asyncio.create_task(self._listen(context, registration.stream, receiver))
+        pusher = asyncio.create_task(self._push_to_agent(context, registration.ref, receiver))
         try:
             await asyncio.wait((listener, pusher), return_when=asyncio.FIRST_COMPLETED)
             await (listener if listener.done() else pusher)
@@ -320,8 +297,9 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             pusher.cancel()
             await asyncio.gather(listener, pusher, return_exceptions=True)
 
-    async def _listen(self, context: Any, stream: int) -> None:
-        """Feed the agent's messages to the directory, until the agent deregisters or its stream ends."""
+    async def _listen(self, context: Any, stream: int, receiver: StreamState) -> None:
+        """Feed the agent's messages to the directory, until the agent deregisters or its stream ends. A heartbeat is
+        answered at once, unless an update is on its way."""
         while True:
             message = await _read(context)
             if message is EOF:
@@ -329,9 +307,21 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             now_ns = self._clock.now_ns()
             match message.WhichOneof("kind"):
                 case "heartbeat":
-                    load = convert.read_load(message.heartbeat.load)
-                    is_draining = message.heartbeat.is_draining
-                    self._carry_out(self._directory.heartbeat(stream, load, is_draining=is_draining, now_ns=now_ns))
+                    heartbeat = message.heartbeat
+                    effects = self._directory.heartbeat(
+                        stream,
+                        convert.read_load(heartbeat.load),
+                        is_draining=heartbeat.is_draining,
+                        now_ns=now_ns,
+                        promised_ms=heartbeat.next_within_ms,
+                    )
+                    self._heartbeats += 1
+                    self._carry_out(effects)
+                    if not (receiver.revision is None or receiver.wake.is_set() or receiver.writing.locked()):
+                        async with receiver.writing:
+                            await context.write(self._answer(receiver))
+                case "ask":
+                    self._receivers.ask(receiver, convert.read_names(message.ask.agent_ids))
                 case "update_pools":
                     pools = convert.read_pools(message.update_pools.pools)
                     self._carry_out(self._directory.update_pools(stream, pools, now_ns=now_ns))
@@ -341,69 +331,120 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                 case kind:
                     raise ProtocolError(f"a registered agent sent {kind!r}")
 
-    async def _push(
-        self,
-        receiver: StreamState,
-        write: Callable[[pb.MembershipUpdate], Awaitable[None]],
-        key_of: Callable[[AgentRef], bytes],
-        session: Any = None,
-        *,
-        add_leg_keys: Callable[[pb.MembershipUpdate], None],
-    ) -> None:
-        """Send one receiver the changes that it lacks, again and again.
+    def _answer(self, receiver: StreamState) -> pb.CoordinatorMessage:
+        """To a heartbeat of an agent that lacks nothing."""
+        receiver.revision = self._directory.revision
+        update = pb.MembershipUpdate(
+            epoch=self._directory.epoch,
+            revision=receiver.told_revision,
+            is_last=True,
+            is_settled=self._directory.is_settled,
+        )
+        self._set_pace(update, receiver)
+        return pb.CoordinatorMessage(membership=update)
+
+    def _set_pace(self, update: pb.MembershipUpdate, receiver: StreamState) -> None:
+        """Have an update tell an agent what is new of its heartbeats."""
+        pace = self._directory.pace
+        if receiver.pace is not pace and receiver.pace != pace:
+            update.pace.CopyFrom(convert.write_pace(pace))
+        receiver.pace = pace
+        update.next_within_ms = pace.heartbeat_ms
+
+    def _is_new_period(self, receiver: StreamState) -> bool:
+        """Whether the receiver lacks the leg keys of now, which it is given then."""
+        before, receiver.leg_period = receiver.leg_period, self._leg_keys.period
+        return before != receiver.leg_period
+
+    async def _push_to_agent(self, context: Any, ref: AgentRef, receiver: StreamState) -> None:
+        """Send an agent the changes that it lacks, again and again: when it is woken, since its heartbeats are answered
+        anyway.
 
         Returns when the coordinator stops; raises the error with which the stream is to end.
         """
+
+        async def write(update: pb.MembershipUpdate) -> None:
+            await context.write(pb.CoordinatorMessage(membership=update))
+
+        def key_of(other: AgentRef) -> bytes:
+            return session_key(self._root, ref, other)
+
+        def finish(update: pb.MembershipUpdate) -> None:
+            self._set_pace(update, receiver)
+            if self._is_new_period(receiver) and receiver.subject.has_http:
+                update.leg_keys.extend(self._leg_keys.accepted_by(ref))
+
+        await self._keeper.catch_up()
+        while True:
+            async with receiver.writing:
+                receiver.wake.clear()
+                if receiver.close_error is not None:
+                    raise receiver.close_error
+                if receiver.drain_reason is not None:
+                    reason, receiver.drain_reason = receiver.drain_reason, None
+                    await context.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
+                await self._update(receiver, write, finish, key_of=key_of)
+                if receiver.is_stopping:
+                    await context.write(pb.CoordinatorMessage(stopping=pb.Stopping()))
+                    return
+            await asyncio.sleep(PUSH_GAP_S)
+            await receiver.wake.wait()
+
+    async def _push_to_watcher(self, context: Any, receiver: StreamState) -> None:
+        """As :meth:`_push_to_agent`, and at least once in each heartbeat interval, since a watcher says nothing."""
         heartbeat_s = self._config.heartbeat_s
-        revision: int | None = None
+
+        def finish(update: pb.MembershipUpdate) -> None:
+            if self._is_new_period(receiver) and sends_legs(receiver.caller.identity):
+                update.leg_secret = self._leg_keys.secret()
+
         await self._keeper.catch_up()
         while True:
             receiver.wake.clear()
             if receiver.close_error is not None:
                 raise receiver.close_error
-            if receiver.drain_reason is not None and session is not None:
-                reason, receiver.drain_reason = receiver.drain_reason, None
-                await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
-            change = self._directory.change_since(revision, with_load=receiver.with_load)
-            parts = convert.write_change(change, next_within_ms=round(heartbeat_s * 1e3), key_of=key_of)
-            if receiver.leg_period != self._leg_keys.period:
-                receiver.leg_period = self._leg_keys.period
-                add_leg_keys(parts[-1])
-            for part in parts:
-                await write(part)
-            revision = change.revision
+            await self._update(receiver, context.write, finish, next_within_ms=round(heartbeat_s * 1e3))
             if receiver.is_stopping:
-                if session is not None:
-                    await session.write(pb.CoordinatorMessage(stopping=pb.Stopping()))
                 return
             await asyncio.sleep(PUSH_GAP_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(heartbeat_s):
                     await receiver.wake.wait()
 
+    async def _update(
+        self,
+        receiver: StreamState,
+        write: Callable[[pb.MembershipUpdate], Awaitable[None]],
+        finish: Callable[[pb.MembershipUpdate], None],
+        *,
+        key_of: Callable[[AgentRef], bytes] | None = None,
+        next_within_ms: int = 0,
+    ) -> None:
+        """Send one receiver the changes that it lacks. ``finish`` adds what the last part says beside them."""
+        change = self._receivers.take(receiver)
+        parts = convert.write_change(change, next_within_ms=next_within_ms, key_of=key_of, messages=self._messages)
+        for part in parts:
+            if part.is_last:
+                finish(part)
+            await write(part)
+
     def _carry_out(self, effects: tuple[Effect, ...]) -> None:
         """Do what the directory decided, then wake the streams that lack something."""
         for effect in effects:
             match effect:
                 case IncarnationEnded(ref, cause):
+                    self._messages.forget(ref.agent_id)
                     self._metrics.ended(cause.value)
                     log.info("%s is gone: %s", ref, cause.value)
                 case CloseStream(stream, reason):
-                    if (receiver := self._sessions.get(stream)) is not None:
+                    if (receiver := self._receivers.sessions.get(stream)) is not None:
                         receiver.close(RefusedError(reason))
                 case OrderDrain(stream, reason):
-                    if (receiver := self._sessions.get(stream)) is not None:
+                    if (receiver := self._receivers.sessions.get(stream)) is not None:
                         receiver.drain_reason = reason
                         receiver.wake.set()
         self._keeper.changed(effects)
-        if self._directory.shape_revision != self._pushed_shape_revision:
-            self._pushed_shape_revision = self._directory.shape_revision
-            for receiver in self._sessions.values():
-                receiver.wake.set()
-        if self._directory.revision != self._pushed_revision:
-            self._pushed_revision = self._directory.revision
-            for receiver in self._watchers:
-                receiver.wake.set()
+        self._receivers.wake()
 
 
 async def _read(context: Any) -> Any:

@@ -46,11 +46,11 @@ from the table.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
+from collections.abc import Collection, Iterator
 
-from kvxfer.errors import InvalidArgumentError, OverloadedError, ProtocolError, RefusedError
+from kvxfer.errors import InvalidArgumentError, OverloadedError, RefusedError
+from kvxfer.protocol.changes import ChangeLog, Entry
 from kvxfer.protocol.liveness import Light, Liveness, LivenessLimits
 from kvxfer.protocol.membership import (
     NO_LOAD,
@@ -65,7 +65,9 @@ from kvxfer.protocol.membership import (
     MemberState,
     OrderDrain,
     Registration,
+    next_state,
 )
+from kvxfer.protocol.pace import Pace, ToldPace
 from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
 
 __all__ = [
@@ -85,20 +87,6 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass
-class _Entry:
-    member: Member
-    state: MemberState
-    stream: int | None
-    revision: int
-    load_revision: int
-    sessions: int = 0
-
-    @property
-    def version(self) -> tuple[int, int]:
-        return (self.member.ref.incarnation.number, self.sessions)
-
-
 class Directory:
     """The membership machine.
 
@@ -114,40 +102,65 @@ class Directory:
         first_revision: int = 0,
         members_max: int = 4096,
         gone_max: int = 4096,
+        pace: Pace | None = None,
     ) -> None:
         """``epoch``: 16 random bytes that name this run of the coordinator. ``gone_max`` bounds the log of ended
-        incarnations.
+        incarnations. Without ``pace`` all durations are those of ``limits``, however many agents there are.
         """
+        self._pace = pace or Pace(limits.suspect_after_ns / 2e9, limits.dead_after_ns / 1e9)
+        self._told, self._told_agents = self._pace.told(1.0, 0), 0
+        self._longest_stretch = 1.0
+        """The greatest that was told, or that grace was given by."""
+        self._judged_ns = self._returned_ns = 0
+        """Awake time of the last judgement, and of the last incarnation that came back to a coordinator that did not
+        have its stream."""
         self._limits = limits
         self._liveness: Liveness[str] = Liveness(limits, now_ns)
-        self._epoch = epoch
-        self._revision = first_revision
-        self._shape_revision = first_revision
+        self._log = ChangeLog(epoch, first_revision, gone_max)
+        self._entries = self._log.entries
         self._settled = False
         self._is_current = True
         self._members_max = members_max
-        self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
-        """By agent id, least recently changed first."""
         self._speakers: dict[int, str] = {}
         """The agent id for which each stream speaks."""
         self._streams = 0
-        self._gone: collections.deque[tuple[int, AgentRef]] = collections.deque(maxlen=gone_max)
-        self._gone_since = first_revision
-        """The log of ended incarnations is complete from this revision on; an older receiver needs a whole snapshot."""
+
+    @property
+    def epoch(self) -> bytes:
+        """16 bytes that name this run of the coordinator."""
+        return self._log.epoch
 
     @property
     def revision(self) -> int:
-        return self._revision
+        return self._log.revision
 
     @property
     def shape_revision(self) -> int:
         """The last revision in which something changed besides a member's load."""
-        return self._shape_revision
+        return self._log.shape_revision
+
+    @property
+    def contact_revision(self) -> int:
+        """The last revision in which something changed that agents need to reach each other."""
+        return self._log.contact_revision
 
     @property
     def is_settled(self) -> bool:
         """Whether absence means something: ``dead_after`` has passed since the start, and the view is current."""
         return self._settled and self._is_current
+
+    @property
+    def pace(self) -> ToldPace:
+        """What an agent is to be told now. It may promise that from now on."""
+        agents = len(self._speakers)
+        if agents != self._told_agents:
+            self._told, self._told_agents = self._pace.told(self._stretch(agents), agents), agents
+        return self._told
+
+    def _stretch(self, agents: int) -> float:
+        stretch = self._pace.stretch(agents)
+        self._longest_stretch = max(self._longest_stretch, stretch)
+        return stretch
 
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
         """Admit an incarnation, or the same incarnation again. ``fresh_number`` is what an incarnation without a number
@@ -169,28 +182,39 @@ class Directory:
             raise OverloadedError(f"the coordinator keeps at most members_max={self._members_max} members")
         ref = AgentRef(agent_id, Incarnation(number, hello.boot_nonce))
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
-        entry = _Entry(member, MemberState.LIVE, None, 0, 0, hello.sessions)
+        entry = Entry(member, MemberState.LIVE, None, 0, 0, hello.sessions)
         self._entries[agent_id] = entry
-        return Registration(ref, self._open_stream(entry, now_ns), is_return=hello.number != 0, effects=tuple(effects))
+        stream = self._open_stream(entry, now_ns)
+        if hello.number:
+            self._returned_ns = self._liveness.observe(now_ns)
+        return Registration(ref, stream, is_return=hello.number != 0, pace=self.pace, effects=tuple(effects))
 
-    def heartbeat(self, stream: int, load: Load, *, is_draining: bool, now_ns: int) -> tuple[Effect, ...]:
-        """A heartbeat, with what it says of itself.
+    def heartbeat(
+        self, stream: int, load: Load, *, is_draining: bool, now_ns: int, promised_ms: int = 0
+    ) -> tuple[Effect, ...]:
+        """A heartbeat, with what it says of itself, and within how many milliseconds it promises the next (0: it
+        promises nothing, and may take as long as anybody was told).
 
         Draining never goes back. Raises RefusedError on a stream that speaks for no agent.
         """
         entry = self._entry_of(stream)
-        self._liveness.beat(entry.member.ref.agent_id, now_ns)
-        if entry.member.load != load:
-            self._revision += 1
-            entry.load_revision = self._revision
-        self._step(entry, MemberEvent.BEAT, load=load, is_draining=is_draining or entry.member.is_draining)
+        member = entry.member
+        stretch = self._pace.stretch_of(promised_ms, longest=self._longest_stretch)
+        self._liveness.beat(member.ref.agent_id, now_ns, stretch)
+        if member.load != load:
+            self._log.touch_load(entry)
+        if entry.state is MemberState.LIVE and is_draining <= member.is_draining:  # nearly all heartbeats
+            if member.load != load:
+                entry.member = dataclasses.replace(member, load=load)
+            return ()
+        self._step(entry, MemberEvent.BEAT, load=load, is_draining=is_draining or member.is_draining)
         return ()
 
     def update_pools(self, stream: int, pools: tuple[PoolRecord, ...], *, now_ns: int) -> tuple[Effect, ...]:
         """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for no
         agent."""
         entry = self._entry_of(stream)
-        self._liveness.beat(entry.member.ref.agent_id, now_ns)
+        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._longest_stretch)
         self._step(entry, MemberEvent.BEAT, pools=pools)
         return ()
 
@@ -224,9 +248,13 @@ class Directory:
         """Let time pass: judge which members are late and which are lost. Call a few times per heartbeat."""
         effects: list[Effect] = []
         awake_ns = self._liveness.observe(now_ns)
-        if not self._settled and awake_ns >= self._limits.dead_after_ns:
+        stretch = self._stretch(len(self._speakers))
+        if not self._settled and self._has_waited(awake_ns, stretch):
             self._settled = True
-            self._shape_revision = self._revision = self._revision + 1
+            self._log.step()
+        if stretch > 1.0 and awake_ns - self._judged_ns < self._limits.gap_max_ns / 2 * stretch:
+            return ()
+        self._judged_ns = awake_ns
         for agent_id, entry in list(self._entries.items()):
             if entry.state is MemberState.ELSEWHERE:
                 continue
@@ -234,7 +262,7 @@ class Directory:
                 case Light.YELLOW:
                     self._step(entry, MemberEvent.LATE)
                 case Light.RED:
-                    if self._is_current:
+                    if self._is_current and (self._settled or entry.stream is not None):
                         effects += self._end(entry, MemberEvent.LOST)
                     else:
                         self._step(entry, MemberEvent.LATE)
@@ -242,17 +270,28 @@ class Directory:
                     pass
         return tuple(effects)
 
+    def _has_waited(self, awake_ns: int, stretch: float) -> bool:
+        """Whether all that come back to a coordinator that was restarted had the time to: ``dead_after``, as long as it
+        is for those that are there, and ``dead_after`` after the last one that came."""
+        dead_after_ns = self._limits.dead_after_ns
+        is_quiet = self._returned_ns == 0 or awake_ns - self._returned_ns >= dead_after_ns
+        return is_quiet and awake_ns >= dead_after_ns * stretch
+
+    def _give_grace(self, agent_id: str, now_ns: int) -> None:
+        """Judge a member without a heartbeat anew from now on, by what it may have been told elsewhere."""
+        self._liveness.beat(agent_id, now_ns, self._stretch(len(self._entries)))
+
     def set_current(self, is_current: bool, *, now_ns: int) -> None:
         """Say whether what :meth:`told` gave is all that other coordinators wrote. Silence counts anew once it is."""
         self._liveness.observe(now_ns)
         if is_current == self._is_current:
             return
         self._is_current = is_current
-        self._shape_revision = self._revision = self._revision + 1
+        self._log.step()
         if is_current:
             for agent_id, entry in self._entries.items():
                 if entry.state is not MemberState.ELSEWHERE:
-                    self._liveness.beat(agent_id, now_ns)
+                    self._give_grace(agent_id, now_ns)
 
     def told(self, member: Member, sessions: int, *, is_judged: bool, now_ns: int) -> tuple[Effect, ...]:
         """What another coordinator wrote of a member. ``is_judged``: that coordinator is there, and holds its stream.
@@ -276,8 +315,8 @@ class Directory:
                 effects = self._end(entry, MemberEvent.OUTRANKED)
                 entry = None
         if entry is None:
-            entry = self._entries[agent_id] = _Entry(member, MemberState.ELSEWHERE, None, 0, 0)
-            self._touch(entry)
+            entry = self._entries[agent_id] = Entry(member, MemberState.ELSEWHERE, None, 0, 0)
+            self._log.touch(entry)
         if entry.stream is not None:
             effects.append(CloseStream(entry.stream, "a newer stream at another coordinator speaks for this agent"))
             del self._speakers[entry.stream]
@@ -295,8 +334,7 @@ class Directory:
         if entry is None or entry.state is not MemberState.ELSEWHERE or entry.member.ref != ref:
             return
         if entry.member.load != load:
-            self._revision += 1
-            entry.load_revision = self._revision
+            self._log.touch_load(entry)
             entry.member = dataclasses.replace(entry.member, load=load)
 
     def orphan(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
@@ -304,7 +342,7 @@ class Directory:
         entry = self._entries.get(agent_id)
         if entry is not None and entry.state is MemberState.ELSEWHERE:
             self._step(entry, MemberEvent.ORPHANED)
-            self._liveness.beat(agent_id, now_ns)
+            self._give_grace(agent_id, now_ns)
         return ()
 
     def ended(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
@@ -323,41 +361,51 @@ class Directory:
         is_own = entry.state not in (MemberState.ELSEWHERE, MemberState.ORPHAN)
         return entry.member, entry.sessions, is_own
 
-    def change_since(self, revision: int | None, *, with_load: bool = False) -> Change:
-        """What a receiver at ``revision`` of this epoch lacks; ``None`` is a new receiver. Only ``with_load`` is a new
-        load a change by itself.
-        """
-        if revision is None or revision < self._gone_since:
-            members = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
-            return Change(self._epoch, self._revision, True, self.is_settled, tuple(members))
-        newest_first = reversed(self._entries.values())
-        changed = [entry.member for entry in itertools.takewhile(lambda entry: entry.revision > revision, newest_first)]
-        if with_load:
-            changed += [
-                entry.member for entry in self._entries.values() if entry.revision <= revision < entry.load_revision
-            ]
-        gone = tuple(ref for ended, ref in self._gone if ended > revision)
-        return Change(
-            self._epoch,
-            self._revision,
-            False,
-            self.is_settled,
-            tuple(sorted(changed, key=lambda member: member.ref)),
-            gone,
+    def change_since(
+        self,
+        revision: int | None,
+        *,
+        with_load: bool = False,
+        with_judgement: bool = True,
+        names: Collection[str] | None = None,
+        fresh: Collection[str] = (),
+    ) -> Change:
+        """As :meth:`ChangeLog.since`."""
+        return self._log.since(
+            revision,
+            is_settled=self.is_settled,
+            with_load=with_load,
+            with_judgement=with_judgement,
+            names=names,
+            fresh=fresh,
         )
+
+    def ids_since(self, revision: int) -> set[str]:
+        """As :meth:`ChangeLog.ids_since`."""
+        return self._log.ids_since(revision)
+
+    def __iter__(self) -> Iterator[str]:
+        """The agent ids of all members."""
+        return iter(self._entries)
+
+    def __contains__(self, agent_id: str) -> bool:
+        return agent_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def statistics(self) -> DirectoryStatistics:
         counts = {state.value: 0 for state in MemberState if state is not MemberState.GONE}
         for entry in self._entries.values():
             counts[entry.state.value] += 1
         counts["draining"] = sum(entry.member.is_draining for entry in self._entries.values())
-        return DirectoryStatistics(self._revision, self.is_settled, counts)
+        return DirectoryStatistics(self.revision, self.is_settled, counts)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.statistics().members.items())
-        return f"<Directory revision {self._revision}: {counts}>"
+        return f"<Directory revision {self.revision}: {counts}>"
 
-    def _return(self, entry: _Entry, hello: Hello, now_ns: int) -> Registration:
+    def _return(self, entry: Entry, hello: Hello, now_ns: int) -> Registration:
         """A known incarnation comes back on a new stream. Where its number is 0, it repeats its first Hello, because
         our answer was lost."""
         ref = entry.member.ref
@@ -368,6 +416,8 @@ class Directory:
         if 0 < hello.sessions < entry.sessions:
             raise RefusedError(f"agent {ref.agent_id!r} has begun another session since this one")
         effects: list[Effect] = []
+        if entry.state in (MemberState.ORPHAN, MemberState.ELSEWHERE):
+            self._returned_ns = self._liveness.observe(now_ns)
         if entry.stream is not None:
             del self._speakers[entry.stream]
             effects.append(CloseStream(entry.stream, "a newer stream speaks for this agent"))
@@ -381,9 +431,10 @@ class Directory:
             load=hello.load,
             is_draining=hello.is_draining or entry.member.is_draining,
         )
-        return Registration(ref, self._open_stream(entry, now_ns), is_return=True, effects=tuple(effects))
+        stream = self._open_stream(entry, now_ns)
+        return Registration(ref, stream, is_return=True, pace=self.pace, effects=tuple(effects))
 
-    def _end_for_successor(self, current: _Entry, hello: Hello, number: int) -> list[Effect]:
+    def _end_for_successor(self, current: Entry, hello: Hello, number: int) -> list[Effect]:
         """End ``current`` in favour of another incarnation with the same agent id, or raise RefusedError."""
         ref = current.member.ref
         if number <= ref.incarnation.number:
@@ -400,49 +451,42 @@ class Directory:
             )
         return self._end(current, MemberEvent.REPLACED)
 
-    def _open_stream(self, entry: _Entry, now_ns: int) -> int:
+    def _open_stream(self, entry: Entry, now_ns: int) -> int:
         """Give an incarnation a new stream, which counts as a heartbeat."""
         self._streams += 1
         entry.stream = self._streams
         self._speakers[entry.stream] = entry.member.ref.agent_id
-        self._liveness.beat(entry.member.ref.agent_id, now_ns)
-        self._touch(entry)
+        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._stretch(len(self._speakers)))
+        self._log.touch(entry)
         return entry.stream
 
-    def _entry_of(self, stream: int) -> _Entry:
+    def _entry_of(self, stream: int) -> Entry:
         """The entry for which a stream speaks. Raises RefusedError where it speaks for none."""
         agent_id = self._speakers.get(stream)
         if agent_id is None:
             raise RefusedError("this stream speaks for no member any more")
         return self._entries[agent_id]
 
-    def _step(self, entry: _Entry, event: MemberEvent, **changes: object) -> None:
-        entry.state = _next_state(entry.state, event)
+    def _step(self, entry: Entry, event: MemberEvent, **changes: object) -> None:
+        entry.state = next_state(entry.state, event)
         if entry.state not in (MemberState.ELSEWHERE, MemberState.ORPHAN):
             changes["is_suspect"] = entry.state in (MemberState.SUSPECT, MemberState.ADRIFT)
         self._replace(entry, **changes)
 
-    def _replace(self, entry: _Entry, **changes: object) -> None:
+    def _replace(self, entry: Entry, **changes: object) -> None:
         """Change the member; a revision only where receivers can see a difference beyond the load."""
         before = entry.member
         entry.member = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
-        if dataclasses.replace(before, load=entry.member.load) != entry.member:
-            self._touch(entry)
+        after = dataclasses.replace(entry.member, load=before.load)
+        if before != after:
+            as_judged = dataclasses.replace(after, is_suspect=before.is_suspect, is_draining=before.is_draining)
+            self._log.touch(entry, is_contact=before != as_judged)
 
-    def _touch(self, entry: _Entry) -> None:
-        """Give an entry the next revision, and the last place in the order of changes."""
-        entry.revision = self._shape_revision = self._revision = self._revision + 1
-        self._entries.move_to_end(entry.member.ref.agent_id)
-
-    def _end(self, entry: _Entry, event: MemberEvent) -> list[Effect]:
-        entry.state = _next_state(entry.state, event)
+    def _end(self, entry: Entry, event: MemberEvent) -> list[Effect]:
+        entry.state = next_state(entry.state, event)
         ref = entry.member.ref
-        del self._entries[ref.agent_id]
+        self._log.remove(entry)
         self._liveness.forget(ref.agent_id)
-        self._shape_revision = self._revision = self._revision + 1
-        if len(self._gone) == self._gone.maxlen:
-            self._gone_since = self._gone[0][0]
-        self._gone.append((self._revision, ref))
         effects: list[Effect] = [IncarnationEnded(ref, event, entry.sessions)]
         if entry.stream is not None:
             del self._speakers[entry.stream]
@@ -453,10 +497,3 @@ class Directory:
 def _fields(member: Member) -> dict[str, object]:
     """What one coordinator tells another of a member, by field."""
     return {name: getattr(member, name) for name in ("info", "address", "pools", "is_suspect", "is_draining")}
-
-
-def _next_state(state: MemberState, event: MemberEvent) -> MemberState:
-    after = TABLE[state].get(event)
-    if after is None:
-        raise ProtocolError(f"a {state.value} incarnation does not take the event {event.value!r}")
-    return after

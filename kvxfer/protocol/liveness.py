@@ -44,11 +44,11 @@ class LivenessLimits:
         if not 0 < self.suspect_after_ns < self.dead_after_ns or self.gap_max_ns <= 0:
             raise InvalidArgumentError(f"{self} needs 0 < suspect_after_ns < dead_after_ns and gap_max_ns > 0")
 
-    def light(self, age_ns: int) -> Light:
-        """The light for a last heartbeat ``age_ns`` of awake time ago."""
-        if age_ns < self.suspect_after_ns:
+    def light(self, age_ns: int, stretch: float = 1.0) -> Light:
+        """The light for a last heartbeat ``age_ns`` of awake time ago, by ages that are ``stretch`` times longer."""
+        if age_ns < self.suspect_after_ns * stretch:
             return Light.GREEN
-        return Light.YELLOW if age_ns < self.dead_after_ns else Light.RED
+        return Light.YELLOW if age_ns < self.dead_after_ns * stretch else Light.RED
 
 
 class AwakeClock:
@@ -72,15 +72,17 @@ class Liveness(Generic[Key]):
     def __init__(self, limits: LivenessLimits, now_ns: int) -> None:
         self._limits = limits
         self._clock = AwakeClock(now_ns, gap_max_ns=limits.gap_max_ns)
-        self._seen_awake_ns: dict[Key, int] = {}
+        self._seen: dict[Key, tuple[int, float]] = {}
+        """The awake time of the last heartbeat, and the stretch by which the next one is judged."""
 
-    def beat(self, key: Key, now_ns: int) -> None:
-        """``key`` gave a heartbeat just now; an unknown key becomes known."""
-        self._seen_awake_ns[key] = self._clock.observe(now_ns)
+    def beat(self, key: Key, now_ns: int, stretch: float = 1.0) -> None:
+        """``key`` gave a heartbeat just now, and may take ``stretch`` times as long for the next as the limits say; an
+        unknown key becomes known."""
+        self._seen[key] = (self._clock.observe(now_ns), stretch)
 
     def forget(self, key: Key) -> None:
         """``key`` is not watched any more; harmless if it never was."""
-        self._seen_awake_ns.pop(key, None)
+        self._seen.pop(key, None)
 
     def observe(self, now_ns: int) -> int:
         """Let time pass without judging; returns the awake nanoseconds since construction."""
@@ -88,13 +90,14 @@ class Liveness(Generic[Key]):
 
     def light(self, key: Key, now_ns: int) -> Light:
         """The light of a known ``key``; raises KeyError for an unknown one."""
-        return self._limits.light(self._clock.observe(now_ns) - self._seen_awake_ns[key])
+        seen_ns, stretch = self._seen[key]
+        return self._limits.light(self._clock.observe(now_ns) - seen_ns, stretch)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._seen_awake_ns
+        return key in self._seen
 
     def __len__(self) -> int:
-        return len(self._seen_awake_ns)
+        return len(self._seen)
 
     def __repr__(self) -> str:
         return f"<Liveness watching {len(self)}, {self._limits}>"

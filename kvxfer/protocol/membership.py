@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol.pace import ToldPace
 from kvxfer.types import AgentRef, DataAddress, Load, Member, PoolRecord, WorkerInfo
 
 
@@ -85,6 +87,14 @@ TABLE: dict[MemberState, dict[MemberEvent, MemberState]] = {
 }
 
 
+def next_state(state: MemberState, event: MemberEvent) -> MemberState:
+    """Where ``event`` leads. Raises ProtocolError where the table does not list it."""
+    after = TABLE[state].get(event)
+    if after is None:
+        raise ProtocolError(f"a {state.value} incarnation does not take the event {event.value!r}")
+    return after
+
+
 NO_LOAD = Load()
 
 
@@ -101,6 +111,8 @@ class Hello:
     is_draining: bool = False
     sessions: int = 0
     """How many sessions this incarnation began, this one included; 0 where it does not count."""
+    known: tuple[str, ...] = ()
+    """The agents in its view, and those that it asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +152,8 @@ class Registration:
     ref: AgentRef
     stream: int
     is_return: bool
+    pace: ToldPace
+    """What the agent is told of its heartbeats; it is judged by no shorter durations."""
     effects: tuple[Effect, ...] = ()
 
 

@@ -23,7 +23,9 @@ from kvxfer._pb import control_pb2_grpc
 from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError, ProtocolError
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
+from kvxfer.protocol.pace import ToldPace
 from kvxfer.rpc import convert
+from kvxfer.rpc.convert import NAMES_MAX
 from kvxfer.rpc.link import (
     CONNECT_S,
     EOF,
@@ -80,7 +82,13 @@ class CoordinatorSession:
         self._on_membership = on_membership
         self._on_state = on_state
         self._on_drain = on_drain
+        self._source = source
         self._backoff = ReconnectBackoff(source)
+        self._pace = ToldPace(1, 1)
+        self._asked: set[str] = set()
+        """The agents that the owner looked for."""
+        self._asks: list[str] = []
+        """Those of them that the coordinator was not told of in this session."""
         self._mirror = Mirror()
         self._load = Load()
         self._is_draining = False
@@ -92,6 +100,7 @@ class CoordinatorSession:
         self._task: asyncio.Task[None] | None = None
         self._is_connected = False
         self._attempts = 0
+        self._heartbeats = 0
         self._last_error: KvxferError | None = None
         self._leg_keys: tuple[bytes, ...] = ()
 
@@ -138,6 +147,11 @@ class CoordinatorSession:
         return self._mirror.membership
 
     @property
+    def heartbeats(self) -> int:
+        """How many were sent, over all connections."""
+        return self._heartbeats
+
+    @property
     def last_error(self) -> KvxferError | None:
         """Why the last attempt ended; ``None`` while connected."""
         return self._last_error
@@ -159,11 +173,25 @@ class CoordinatorSession:
         convert.write_pools(pools)
         self._hello = Hello(self._hello.info, self._hello.address, self._hello.boot_nonce, pools=pools)
         self._pools_changed = True
-        if self._task is None:
+        self._wake_soon(self._wake.set)
+
+    def ask(self, agent_id: str) -> None:
+        """Have the coordinator tell of an agent, and that agent of us: in a big cluster it tells of no others.
+        Callable from any thread; once for each agent is enough. Does nothing beyond NAMES_MAX agents."""
+        self._wake_soon(lambda: self._ask(agent_id))
+
+    def _ask(self, agent_id: str) -> None:
+        if agent_id not in self._asked and len(self._asked) < NAMES_MAX:
+            self._asked.add(agent_id)
+            self._asks.append(agent_id)
             self._wake.set()
+
+    def _wake_soon(self, act: Callable[[], None]) -> None:
+        if self._task is None:
+            act()
         else:
             with contextlib.suppress(RuntimeError):  # that loop has ended, and no callback is called any more
-                self._task.get_loop().call_soon_threadsafe(self._wake.set)
+                self._task.get_loop().call_soon_threadsafe(act)
 
     def set_draining(self) -> None:
         """Say at once that this agent takes no new work; stays so for this incarnation."""
@@ -235,11 +263,8 @@ class CoordinatorSession:
         call = stub.Session(metadata=self._metadata)
         try:
             welcome = await self._register(call)
-            heartbeat_s = welcome.heartbeat_ms / 1e3
-            first_s = silence_s = max(welcome.dead_after_ms / 1e3, 2 * heartbeat_s)
-            if len(self._targets) > 1:
-                silence_s = max(silence_s / 2, 2 * heartbeat_s)
-            await both_ways(self._send(call, heartbeat_s), self._receive(call, first_s, silence_s))
+            self._set_pace(convert.read_pace(welcome))
+            await both_ways(self._send(call), self._receive(call))
         finally:
             call.cancel()
 
@@ -254,8 +279,10 @@ class CoordinatorSession:
             self._load,
             self._is_draining,
             self._attempts,
+            self._known(),
         )
         self._pools_changed = False
+        self._asks.clear()
         async with asyncio.timeout(CONNECT_S):
             with contextlib.suppress(asyncio.InvalidStateError):
                 await call.write(pb.AgentMessage(register=convert.write_hello(hello)))
@@ -274,8 +301,6 @@ class CoordinatorSession:
             raise ProtocolError(
                 f"coordinator {self._targets.now} calls this agent {ref}, not {self._ref or self._hello.info.agent_id}"
             )
-        if not (0 < message.welcome.heartbeat_ms <= 3_600_000 and 0 < message.welcome.dead_after_ms <= 3_600_000):
-            raise ProtocolError(f"coordinator {self._targets.now} asks for impossible heartbeats")
         self._keep_leg_keys(convert.read_leg_keys(message.welcome))
         self._ref = ref
         self._last_error = None
@@ -290,11 +315,32 @@ class CoordinatorSession:
         if given and given != self._leg_keys[: len(given)]:
             self._leg_keys = given + tuple(key for key in self._leg_keys if key not in given)[: len(given)]
 
-    async def _send(self, call: Any, heartbeat_s: float) -> None:
+    def _known(self) -> tuple[str, ...]:
+        """The agents that a coordinator must tell of, so that an absence means that they are gone."""
+        members = (member.ref.agent_id for member in self._mirror.membership.members)
+        return tuple(dict.fromkeys((*members, *sorted(self._asked))))[:NAMES_MAX]
+
+    def _set_pace(self, pace: ToldPace) -> None:
+        """From now on this is how often to give a heartbeat; where that is sooner than before, one is due now."""
+        if pace.heartbeat_ms < self._pace.heartbeat_ms:
+            self._wake.set()
+        self._pace = pace
+        self._backoff.spread(pace.return_within_ms / 1e3)
+
+    def _silence_s(self, *, is_first: bool) -> float:
+        """How long the coordinator may be silent, as it was told last. Where there is another one that is half the time
+        in which this one takes a silent agent for dead, so that a cut between the two finds the agent elsewhere and
+        does not end it. The first view may take the whole time: the coordinator may ask its store for it."""
+        dead_s, twice_s = self._pace.dead_after_ms / 1e3, 2 * self._pace.heartbeat_ms / 1e3
+        return max(dead_s if is_first or len(self._targets) == 1 else dead_s / 2, twice_s)
+
+    async def _send(self, call: Any) -> None:
+        wait_s = self._pace.heartbeat_ms / 1e3 * self._source.random()  # those that came together do not stay together
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(heartbeat_s):
+                async with asyncio.timeout(wait_s):
                     await self._wake.wait()
+            wait_s = self._pace.heartbeat_ms / 1e3
             self._wake.clear()
             if self._leaving:
                 await call.write(pb.AgentMessage(deregister=pb.Deregister()))
@@ -305,18 +351,23 @@ class CoordinatorSession:
                 await call.write(
                     pb.AgentMessage(update_pools=pb.UpdatePools(pools=convert.write_pools(self._hello.pools)))
                 )
-            beat = pb.Heartbeat(load=convert.write_load(self._load), is_draining=self._is_draining)
+            if self._asks:
+                asks, self._asks = self._asks, []
+                await call.write(pb.AgentMessage(ask=pb.Ask(agent_ids=asks)))
+            beat = pb.Heartbeat(
+                load=convert.write_load(self._load),
+                is_draining=self._is_draining,
+                next_within_ms=self._pace.heartbeat_ms,
+            )
             await call.write(pb.AgentMessage(heartbeat=beat))
+            self._heartbeats += 1
 
-    async def _receive(self, call: Any, first_s: float, silence_s: float) -> None:
-        """``first_s``: how long the first view may take, for which the coordinator may ask its store; ``silence_s``:
-        how long it may be silent after that. Where there is another coordinator that is half the time in which this one
-        takes a silent agent for dead, so that a cut between the two finds the agent elsewhere and does not end it."""
-        within_s = first_s
+    async def _receive(self, call: Any) -> None:
+        is_first = True
         while True:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self._silence_s(is_first=is_first)):
                 message = await call.read()
-            within_s = silence_s
+            is_first = False
             if message is EOF:
                 if self._leaving:
                     return
@@ -324,6 +375,8 @@ class CoordinatorSession:
             match message.WhichOneof("kind"):
                 case "membership":
                     self._keep_leg_keys(convert.read_leg_keys(message.membership))
+                    if message.membership.HasField("pace"):
+                        self._set_pace(convert.read_pace(message.membership.pace))
                     membership = self._mirror.apply(
                         convert.read_change(message.membership), is_last=message.membership.is_last
                     )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.directory import Change, Hello
 from kvxfer.protocol.http_url import HttpUrl, address_of
+from kvxfer.protocol.pace import ToldPace
 from kvxfer.types import (
     STAGES,
     AgentRef,
@@ -41,6 +42,9 @@ LANES_MAX = 32
 LEG_KEYS_MAX = 8
 COUNT_MAX = (1 << 53) - 1
 NUMBER_MAX = (1 << 63) - 1
+DURATION_MAX_MS = 3_600_000
+NAMES_MAX = 16384
+"""Agents that one agent is told of by name."""
 PART_MEMBERS_MAX = 32
 """Members in one part of a membership update."""
 MESSAGE_BYTES_MAX = 32 << 20
@@ -205,7 +209,16 @@ def write_address(value: DataAddress) -> pb.DataAddress:
 
 
 def read_load(message: pb.Load) -> Load:
-    return Load(**{name: _count(f"load.{name}", getattr(message, name)) for name in _LOAD_FIELDS})
+    load = Load(
+        message.queued_requests,
+        message.running_requests,
+        message.queued_prefill_tokens,
+        message.free_blocks,
+        message.total_blocks,
+    )
+    for name in _LOAD_FIELDS:
+        _count(f"load.{name}", getattr(load, name))
+    return load
 
 
 def write_load(value: Load) -> pb.Load:
@@ -299,7 +312,16 @@ def read_hello(message: pb.Register) -> Hello:
         read_load(message.load),
         message.is_draining,
         _count("sessions", message.sessions),
+        read_names(message.known),
     )
+
+
+def read_names(values: Iterable[str]) -> tuple[str, ...]:
+    """At most NAMES_MAX agent ids."""
+    found = list(values)
+    if len(found) > NAMES_MAX:
+        raise ProtocolError(f"at most NAMES_MAX={NAMES_MAX} agents may be named, not {len(found)}")
+    return tuple(map(read_agent_id, found))
 
 
 def _check_places(info: WorkerInfo, address: DataAddress) -> None:
@@ -330,6 +352,7 @@ def write_hello(value: Hello) -> pb.Register:
             is_draining=value.is_draining,
             incarnation=pb.Incarnation(number=value.number, boot_nonce=value.boot_nonce),
             sessions=value.sessions,
+            known=value.known,
         )
 
     return _checked(build, read_hello)
@@ -359,27 +382,69 @@ def read_leg_keys(message: pb.Welcome | pb.MembershipUpdate) -> tuple[bytes, ...
     return tuple(_raw("leg_keys", key, 32) for key in message.leg_keys)
 
 
+class MemberMessages:
+    """The newest message of each member, which many receivers are sent."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[Member, pb.Member]] = {}
+
+    def of(self, member: Member) -> pb.Member:
+        """Without a session key, and not to be changed."""
+        agent_id = member.ref.agent_id
+        newest = self._newest.get(agent_id)
+        if newest is None or newest[0] is not member:
+            self._newest[agent_id] = newest = (member, write_member(member, b""))
+        return newest[1]
+
+    def forget(self, agent_id: str) -> None:
+        self._newest.pop(agent_id, None)
+
+
 def write_change(
-    change: Change, *, next_within_ms: int, key_of: Callable[[AgentRef], bytes]
-) -> list[pb.MembershipUpdate]:
+    change: Change,
+    *,
+    next_within_ms: int,
+    key_of: Callable[[AgentRef], bytes] | None,
+    messages: MemberMessages | None = None,
+) -> Iterator[pb.MembershipUpdate]:
     """The update in parts of at most PART_MEMBERS_MAX members; ``key_of`` gives the receiver's session key with a
-    member.
+    member, if it has one. ``messages`` saves the work that was done for other receivers.
     """
-    members = [write_member(member, key_of(member.ref)) for member in change.members]
-    parts = [members[start : start + PART_MEMBERS_MAX] for start in range(0, len(members), PART_MEMBERS_MAX)] or [[]]
-    return [
-        pb.MembershipUpdate(
+    messages = messages or MemberMessages()
+    for start in range(0, len(change.members) or 1, PART_MEMBERS_MAX):
+        is_last = start + PART_MEMBERS_MAX >= len(change.members)
+        update = pb.MembershipUpdate(
             epoch=change.epoch,
             revision=change.revision,
             is_whole=change.is_whole,
             is_settled=change.is_settled,
-            is_last=index == len(parts),
-            members=part,
-            gone=map(write_ref, change.gone) if index == len(parts) else (),
+            is_last=is_last,
+            gone=map(write_ref, change.gone) if is_last else (),
             next_within_ms=next_within_ms,
         )
-        for index, part in enumerate(parts, start=1)
-    ]
+        for member in change.members[start : start + PART_MEMBERS_MAX]:
+            message = update.members.add()
+            message.CopyFrom(messages.of(member))
+            if key_of is not None:
+                message.session_key = key_of(member.ref)
+        yield update
+
+
+def read_pace(message: pb.AgentPace | pb.Welcome) -> ToldPace:
+    """What an agent is told of its heartbeats."""
+    return ToldPace(
+        _count("pace.heartbeat_ms", message.heartbeat_ms, minimum=1, maximum=DURATION_MAX_MS),
+        _count("pace.dead_after_ms", message.dead_after_ms, minimum=1, maximum=DURATION_MAX_MS),
+        _count("pace.return_within_ms", message.return_within_ms, maximum=DURATION_MAX_MS),
+    )
+
+
+def write_pace(value: ToldPace) -> pb.AgentPace:
+    return pb.AgentPace(
+        heartbeat_ms=value.heartbeat_ms,
+        dead_after_ms=value.dead_after_ms,
+        return_within_ms=value.return_within_ms,
+    )
 
 
 def _checked(build: Callable[[], Message], read: Callable[[Message], Value]) -> Message:

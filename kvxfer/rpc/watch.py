@@ -258,3 +258,22 @@ async def drain(
                 if left == 0 or not isinstance(failure, CoordinatorUnavailableError):
                     raise failure from None
         targets.lost()
+
+
+async def acquaint(
+    target: str,
+    token: bytes,
+    agent_id: str,
+    others: list[str],
+    *,
+    timeout_s: float = CONNECT_S,
+    tls: FollowedFiles | None = None,
+) -> None:
+    """From one coordinator to another: tell an agent of others. Raises CoordinatorUnavailableError, ForbiddenError."""
+    async with open_channel(target, tls) as channel:
+        stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.AcquaintRequest(agent_id=agent_id, others=others)
+        try:
+            await stub.Acquaint(request, metadata=credentials(token), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_exception(target, error) from None

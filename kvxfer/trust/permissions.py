@@ -23,6 +23,8 @@ class ControlCall(enum.StrEnum):
     """Follow the membership, without keys."""
     DRAIN = "drain"
     """Have an agent take no new work."""
+    ACQUAINT = "acquaint"
+    """From another coordinator: have agents be told of others that look for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Subject:
 NO_SUBJECT = Subject()
 
 CALLS: dict[CertRole, frozenset[ControlCall]] = {
-    CertRole.COORDINATOR: frozenset({ControlCall.WATCH}),
+    CertRole.COORDINATOR: frozenset({ControlCall.WATCH, ControlCall.ACQUAINT}),
     CertRole.PREFILL: frozenset({ControlCall.REGISTER}),
     CertRole.DECODE: frozenset({ControlCall.REGISTER}),
     CertRole.WORKER: frozenset({ControlCall.REGISTER}),

@@ -189,10 +189,10 @@ def test_a_receiver_too_far_behind_gets_everything() -> None:
 @pytest.mark.parametrize("event", MemberEvent)
 def test_the_table_is_total(state: MemberState, event: MemberEvent) -> None:
     if event in TABLE[state]:
-        assert module._next_state(state, event) in MemberState
+        assert module.next_state(state, event) in MemberState
     else:
         with pytest.raises(ProtocolError, match=f"{state.value} incarnation .* {event.value!r}"):
-            module._next_state(state, event)
+            module.next_state(state, event)
 
 
 def diagram() -> str:

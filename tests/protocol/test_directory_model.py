@@ -94,6 +94,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             self.ended(agent_id)
         self.epoch += 1
         self.started_ns = self.now_ns
+        self.returned_ns: int | None = None
+        self.is_settled = False
         self.directory = Directory(
             LIMITS,
             self.now_ns,
@@ -137,6 +139,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
                 self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
             return
         registration = self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
+        if number and not is_same:
+            self.returned_ns = self.now_ns
         got = registration.ref.incarnation.number
         assert got == (current.number if is_same and current else number or self.counter)
         incarnation = ModelIncarnation(nonce, got, registration.stream, self.now_ns)
@@ -217,7 +221,10 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
                 if isinstance(effect, IncarnationEnded)
             }
             silence = {name: self.now_ns - incarnation.beat_ns for name, incarnation in self.incarnations.items()}
-            assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS}
+            waited_ns = self.now_ns - (self.started_ns if self.returned_ns is None else self.returned_ns)
+            self.is_settled |= waited_ns >= DEAD_NS
+            due = {name for name, age_ns in silence.items() if age_ns >= DEAD_NS}
+            assert lost == {name for name in due if self.is_settled or self.incarnations[name].stream is not None}
             for name in lost:
                 self.ended(name)
             for name, incarnation in self.incarnations.items():
@@ -270,7 +277,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
 
     @invariant()
     def receivers_see_the_truth_and_nothing_too_early(self) -> None:
-        assert self.directory.is_settled == (self.now_ns - self.started_ns >= DEAD_NS)
+        assert self.directory.is_settled == self.is_settled
         for receiver in self.receivers:
             if receiver.revision != self.directory.revision:
                 continue

@@ -83,7 +83,7 @@ def test_a_change_survives_the_wire_in_parts(
     found: list[Member], gone: list[AgentRef], is_whole: bool, is_settled: bool
 ) -> None:
     change = Change(bytes(16), 7, is_whole, is_settled, tuple(found * 20), tuple(gone))
-    parts = convert.write_change(change, next_within_ms=1000, key_of=lambda ref: ref.incarnation.boot_nonce * 2)
+    parts = list(convert.write_change(change, next_within_ms=1000, key_of=lambda ref: ref.incarnation.boot_nonce * 2))
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert all(len(part.members) <= convert.PART_MEMBERS_MAX for part in parts)
     read = [convert.read_change(pb.MembershipUpdate.FromString(part.SerializeToString())) for part in parts]
@@ -117,15 +117,16 @@ def test_the_largest_part_fits_the_largest_message() -> None:
     ref = AgentRef("a" * 64, Incarnation(1 << 62, bytes(16)))
     info = WorkerInfo("a" * 64, Role.BOTH, text, text, 1 << 52, 1 << 31, text)
     member = Member(ref, info, DataAddress(text, 65535, text, text), full)
-    part = convert.write_change(
+    [part] = convert.write_change(
         Change(bytes(16), 1, True, True, (member,) * convert.PART_MEMBERS_MAX),
         next_within_ms=1,
         key_of=lambda _: bytes(32),
-    )[0]
+    )
     assert part.ByteSize() <= convert.MESSAGE_BYTES_MAX
     info = dataclasses.replace(info, http_url=f"http://{'.'.join(['h' * 63] * 3)}:80")
     address = DataAddress("2001:db8::7", 65535, "/" + "p" * 106, text)
-    hello = convert.write_hello(Hello(info, address, bytes(16), 1, full))
+    known = (f"{'n' * 64}",) * convert.NAMES_MAX
+    hello = convert.write_hello(Hello(info, address, bytes(16), 1, full, known=known))
     assert pb.AgentMessage(register=hello).ByteSize() <= 2 << 20
 
 

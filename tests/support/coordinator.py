@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvxfer.coordinator import CoordinatorOptions, serve
-from kvxfer.rpc import CoordinatorSession, load_or_create_token
+from kvxfer.rpc import CoordinatorSession, MembershipWatch, load_or_create_token
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -95,6 +95,7 @@ class Cluster:
         self.token = load_or_create_token(options.token_file)
         self.ready: dict[str, Any] = {}
         self.agents: list[Recorder] = []
+        self.watches: list[MembershipWatch] = []
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -118,6 +119,14 @@ class Cluster:
             self._task.result()
         self.options = dataclasses.replace(self.options, port=int(self.address.rpartition(":")[2]))
 
+    async def watch(self) -> Callable[[], dict[str, Member]]:
+        """What a router sees of the members, now and later, by agent id."""
+        watch = MembershipWatch(self.address, self.token)
+        self.watches.append(watch)
+        watch.start()
+        await watch.wait_connected()
+        return lambda: {member.ref.agent_id: member for member in watch.membership.members}
+
     async def stop(self) -> None:
         self._stop.set()
         if self._task is not None:
@@ -139,4 +148,5 @@ async def running(tmp_path: pathlib.Path, **options: Any) -> AsyncIterator[Clust
         yield cluster
     finally:
         await asyncio.gather(*(agent.session.close() for agent in cluster.agents))
+        await asyncio.gather(*(watch.close() for watch in cluster.watches))
         await cluster.stop()

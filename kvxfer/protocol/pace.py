@@ -1,0 +1,72 @@
+"""How often agents give heartbeats, by how many there are. Decides the durations that a coordinator tells its agents;
+must never know an agent, a clock or a message.
+
+A coordinator takes a bounded number of heartbeats a second, whatever the number of its agents: as it fills, it tells
+them a longer interval. All other durations grow by the same factor, the *stretch*: what counts as late or dead, and
+over how long agents spread when all of them lost their connection at once. Below the bound the stretch is 1, and every
+duration is the configured one.
+
+An agent is never judged by an interval that it has not heard of. Each heartbeat promises when the next one comes, and
+that promise is what the agent is measured by, up to the longest interval that was ever told
+(:meth:`Pace.stretch_of`). So it does not matter how late an agent hears of a new interval, nor in which direction the
+interval changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kvxfer.errors import InvalidArgumentError
+
+RETURNS_A_S = 1000.0
+"""How many registrations a second a coordinator asks for, when all its agents come back."""
+DURATION_MAX_S = 3600.0
+"""No duration that is told is longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToldPace:
+    """What one agent was told, in milliseconds: how often it is to give a heartbeat, after which silence it counts as
+    dead, and over how long it spreads its return after a loss."""
+
+    heartbeat_ms: int
+    dead_after_ms: int
+    return_within_ms: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """The rule of one coordinator. ``heartbeat_s`` and ``dead_after_s``: the shortest interval and the silence that
+    ends an agent, in seconds; ``heartbeats_a_s_max``: how many heartbeats of all agents together it takes each second.
+    Raises InvalidArgumentError unless all are above zero, and the first below the second."""
+
+    heartbeat_s: float
+    dead_after_s: float
+    heartbeats_a_s_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 < self.heartbeat_s < self.dead_after_s and self.heartbeats_a_s_max > 0):
+            raise InvalidArgumentError(f"{self} needs 0 < heartbeat_s < dead_after_s and heartbeats_a_s_max > 0")
+
+    def stretch(self, agents: int) -> float:
+        """By how much all durations grow with so many agents: 1 or more, never less with more agents, and never more
+        than lets ``dead_after_s`` be DURATION_MAX_S."""
+        longest = DURATION_MAX_S / self.dead_after_s
+        return max(1.0, min(agents / (self.heartbeats_a_s_max * self.heartbeat_s), longest))
+
+    def stretch_of(self, promised_ms: int, *, longest: float) -> float:
+        """The stretch by which an agent is judged that promised its next heartbeat within ``promised_ms``: at most
+        ``longest``, the greatest that was told, and that for 0, which is no promise."""
+        if promised_ms == 0:
+            return longest
+        return min(max(1.0, promised_ms / 1e3 / self.heartbeat_s), longest)
+
+    def told(self, stretch: float, agents: int) -> ToldPace:
+        """What an agent is told while there are so many ``agents``."""
+        dead_after_ms = round(self.dead_after_s * stretch * 1e3)
+        return ToldPace(
+            round(self.heartbeat_s * stretch * 1e3),
+            dead_after_ms,
+            min(round(agents / RETURNS_A_S * 1e3), dead_after_ms // 3),
+        )
