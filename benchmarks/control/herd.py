@@ -19,6 +19,7 @@ from typing import Any
 from kvxfer import open_files
 from kvxfer.rpc import CoordinatorSession, load_token
 from kvxfer.types import (
+    AgentRef,
     CompatibilityRecord,
     DataAddress,
     Exposure,
@@ -33,6 +34,8 @@ RECORD = CompatibilityRecord(
     "meta-llama/Llama-3.1-8B", "c" * 16, "w" * 16, "bfloat16", 32, 8, 128, 16, "lb2thd", "plain", "rope", "flash"
 )
 JOIN_S = 600.0
+AT_ONCE = 128
+"""First registrations at a time of one process, which would else stand in its own way. A return has no such bound."""
 
 
 def agent_id(number: int) -> str:
@@ -73,7 +76,13 @@ class Herd:
 
     async def join(self) -> dict[str, Any]:
         started_s = time.monotonic()
-        refs = await asyncio.gather(*(each.start(JOIN_S) for each in self.sessions))
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def start(each: CoordinatorSession) -> AgentRef:
+            async with room:
+                return await each.start(JOIN_S)
+
+        refs = await asyncio.gather(*map(start, self.sessions))
         return {"joined": len(set(refs)), "seconds": time.monotonic() - started_s}
 
     def ask(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class StreamState:
         self.names: set[str] | None = None
         """The members that it is told of; ``None``: all."""
         self.known: frozenset[str] = frozenset()
-        """The names that it had when it came."""
+        """The names that it had when it came, and those that it asked for while it was told of all."""
         self.fresh: set[str] = set()
         """Names that were added since the last update."""
 
@@ -94,7 +94,7 @@ class Receivers:
             self._whole.add(state)
             return
         state.names = set()
-        for name in (*known, *(other.agent_id for other in self._naming.get(agent_id, ()))):
+        for name in (agent_id, *known, *(other.agent_id for other in self._naming.get(agent_id, ()))):
             self._add(state, name)
 
     def close(self, stream: int) -> None:
@@ -105,9 +105,11 @@ class Receivers:
         for name in state.names or ():
             self._forget(name, state)
 
-    def ask(self, state: StreamState, names: Iterable[str]) -> None:
+    def ask(self, state: StreamState, names: Collection[str]) -> None:
         """An agent names others. They are told of it too. Raises OverloadedError beyond NAMES_MAX names that are
         members."""
+        if state.names is None:
+            state.known |= frozenset(names)
         for name in names:
             self._add(state, name)
             other = self._of.get(name)
@@ -165,7 +167,7 @@ class Receivers:
         """Tell agents by name from now on, if there are too many members for everything."""
         if self._whole and len(self._directory) > self._whole_view_max:
             for state in self._whole:
-                names = state.known.union(self._directory)
+                names = state.known.union(self._directory, (state.agent_id,))
                 if state.revision is not None:
                     names |= self._directory.ids_since(state.revision)  # what ended meanwhile
                 state.names = set()
@@ -174,7 +176,7 @@ class Receivers:
             self._whole.clear()
 
     def _add(self, state: StreamState, name: str, *, is_fresh: bool = True) -> None:
-        if state.names is None or name in state.names or name == state.agent_id:
+        if state.names is None or name in state.names:
             return
         state.names.add(name)
         self._naming.setdefault(name, set()).add(state)

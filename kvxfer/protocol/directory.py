@@ -67,7 +67,7 @@ from kvxfer.protocol.membership import (
     Registration,
     next_state,
 )
-from kvxfer.protocol.pace import Pace, ToldPace
+from kvxfer.protocol.pace import SETTLING_MAX, Pace, ToldPace
 from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
 
 __all__ = [
@@ -197,8 +197,7 @@ class Directory:
 
         Draining never goes back. Raises RefusedError on a stream that speaks for no agent.
         """
-        entry = self._entry_of(stream)
-        member = entry.member
+        member = (entry := self._entry_of(stream)).member
         stretch = self._pace.stretch_of(promised_ms, longest=self._longest_stretch)
         self._liveness.beat(member.ref.agent_id, now_ns, stretch)
         if member.load != load:
@@ -262,7 +261,7 @@ class Directory:
                 case Light.YELLOW:
                     self._step(entry, MemberEvent.LATE)
                 case Light.RED:
-                    if self._is_current and (self._settled or entry.stream is not None):
+                    if self._is_current and self._settled:
                         effects += self._end(entry, MemberEvent.LOST)
                     else:
                         self._step(entry, MemberEvent.LATE)
@@ -272,10 +271,10 @@ class Directory:
 
     def _has_waited(self, awake_ns: int, stretch: float) -> bool:
         """Whether all that come back to a coordinator that was restarted had the time to: ``dead_after``, as long as it
-        is for those that are there, and ``dead_after`` after the last one that came."""
+        is for those that are there, and ``dead_after`` after the last one that came, but not for ever."""
         dead_after_ns = self._limits.dead_after_ns
         is_quiet = self._returned_ns == 0 or awake_ns - self._returned_ns >= dead_after_ns
-        return is_quiet and awake_ns >= dead_after_ns * stretch
+        return awake_ns >= dead_after_ns * stretch * (1 if is_quiet else SETTLING_MAX)
 
     def _give_grace(self, agent_id: str, now_ns: int) -> None:
         """Judge a member without a heartbeat anew from now on, by what it may have been told elsewhere."""

@@ -19,8 +19,10 @@ import math
 
 from kvxfer.errors import InvalidArgumentError
 
-RETURNS_A_S = 1000.0
+RETURNS_A_S = 500.0
 """How many registrations a second a coordinator asks for, when all its agents come back."""
+SETTLING_MAX = 20
+"""After so many times ``dead_after`` a restarted coordinator waits no longer, even if agents still come back."""
 DURATION_MAX_S = 3600.0
 """No duration that is told is longer."""
 
@@ -68,5 +70,5 @@ class Pace:
         return ToldPace(
             round(self.heartbeat_s * stretch * 1e3),
             dead_after_ms,
-            min(round(agents / RETURNS_A_S * 1e3), dead_after_ms // 3),
+            min(round(agents / RETURNS_A_S * 1e3), dead_after_ms * 2 // 3),
         )

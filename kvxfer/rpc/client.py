@@ -147,6 +147,11 @@ class CoordinatorSession:
         return self._mirror.membership
 
     @property
+    def heartbeat_s(self) -> float:
+        """The interval that the coordinator told last."""
+        return self._pace.heartbeat_ms / 1e3
+
+    @property
     def heartbeats(self) -> int:
         """How many were sent, over all connections."""
         return self._heartbeats

@@ -77,6 +77,8 @@ def _count(name: str, value: int, *, minimum: int = 0, maximum: int = COUNT_MAX)
 def _text(name: str, value: str) -> str:
     if len(value.encode()) > TEXT_BYTES_MAX:
         raise ProtocolError(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
+    if value.isascii() and value.isprintable():  # nearly all texts
+        return value
     if any(unicodedata.category(character) in _UNPRINTABLE for character in value):
         raise ProtocolError(f"{name} has control characters")
     return value

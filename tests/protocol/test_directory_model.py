@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvxfer.errors import OverloadedError, RefusedError
 from kvxfer.protocol.directory import NO_LOAD, Change, Directory, IncarnationEnded
 from kvxfer.protocol.mirror import Mirror
+from kvxfer.protocol.pace import SETTLING_MAX
 from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
 from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
 
@@ -222,9 +223,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             }
             silence = {name: self.now_ns - incarnation.beat_ns for name, incarnation in self.incarnations.items()}
             waited_ns = self.now_ns - (self.started_ns if self.returned_ns is None else self.returned_ns)
-            self.is_settled |= waited_ns >= DEAD_NS
-            due = {name for name, age_ns in silence.items() if age_ns >= DEAD_NS}
-            assert lost == {name for name in due if self.is_settled or self.incarnations[name].stream is not None}
+            self.is_settled |= waited_ns >= DEAD_NS or self.now_ns - self.started_ns >= SETTLING_MAX * DEAD_NS
+            assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS and self.is_settled}
             for name in lost:
                 self.ended(name)
             for name, incarnation in self.incarnations.items():

@@ -1,0 +1,62 @@
+"""Many agents at one real coordinator: they are told a longer interval, see whom they ask for, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import random
+
+import pytest
+
+from kvxfer.rpc import MembershipWatch
+from tests.support.coordinator import Recorder, running, until
+
+
+async def test_agents_of_a_big_cluster_see_each_other_once_one_asks(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path, whole_view_max=0) as cluster:
+        one, other, third = (cluster.agent(name, nonce=nonce) for nonce, name in enumerate("abc", 1))
+        for agent in (one, other, third):
+            await agent.session.start()
+        one.session.ask("b")
+        await until(lambda: set(one.members) == {"a", "b"} and set(other.members) == {"a", "b"}, "both ends")
+        assert one.members["b"].session_key == other.members["a"].session_key != b""
+        one.session.ask("d")
+        late = cluster.agent("d", nonce=4)
+        ref = await late.session.start()
+        await until(lambda: "d" in one.members and "a" in late.members, "one that came later")
+        assert set(third.members) <= {"c"}
+        await cluster.stop()
+        await cluster.start()
+        await until(lambda: all(agent.session.is_connected for agent in cluster.agents), "the return")
+        await late.session.close()
+        await until(lambda: one.gone == [ref], "the end of the one asked for")
+        assert "b" in one.members
+        assert third.gone == []
+
+
+@pytest.mark.deep
+async def test_two_hundred_agents_are_told_a_longer_interval_and_none_is_lost(tmp_path: pathlib.Path) -> None:
+    """Two hundred agents where fifty heartbeats a second are taken; the coordinator is lost and all come back."""
+    source = random.Random(30)
+    options = {"heartbeat_s": 1.0, "suspect_after_s": 2.5, "dead_after_s": 5.0}
+    async with running(tmp_path, heartbeats_a_s_max=50.0, whole_view_max=16, **options) as cluster:
+        agents = [cluster.agent(f"w{number}", nonce=1 + number % 255) for number in range(200)]
+        refs = await asyncio.gather(*(agent.session.start() for agent in agents))
+        for agent in agents:
+            agent.session.ask(source.choice(agents).session.ref.agent_id)
+        await until(lambda: all(_interval_s(agent) > 3.0 for agent in agents), "the interval")
+        gone: list[object] = []
+        async with MembershipWatch(
+            cluster.address, cluster.token, on_membership=lambda view: gone.extend(view.gone)
+        ) as watch:
+            await watch.wait_connected()
+            await cluster.stop()
+            await cluster.start()
+            await until(lambda: all(agent.session.is_connected for agent in agents), "the return")
+            await until(lambda: {member.ref for member in watch.membership.members} == set(refs), "all at the watcher")
+            assert gone == []
+        assert all(agent.gone == [] for agent in agents)
+
+
+def _interval_s(agent: Recorder) -> float:
+    return agent.session.heartbeat_s

@@ -1,0 +1,125 @@
+"""Agents that follow what they were told are on time, however late they hear of it; load stays bounded."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.protocol.directory import Directory
+from kvxfer.protocol.pace import DURATION_MAX_S, Pace
+from kvxfer.types import Load
+from tests.support.directory import LIMITS, MS, hello
+
+PACE = Pace(1.0, 3.0, 2000.0)
+paces = st.builds(
+    Pace, st.floats(0.01, 10.0), st.floats(10.1, 3600.0), st.one_of(st.floats(0.1, 1e6), st.just(float("inf")))
+)
+
+
+@given(paces, st.integers(0, 1 << 20))
+def test_heartbeats_a_second_are_bounded_and_durations_too(pace: Pace, agents: int) -> None:
+    stretch = pace.stretch(agents)
+    told = pace.told(stretch, agents)
+    assert stretch >= 1
+    assert told.dead_after_ms <= DURATION_MAX_S * 1e3
+    assert told.return_within_ms <= told.dead_after_ms
+    is_capped = told.dead_after_ms >= DURATION_MAX_S * 1e3 - 1
+    assert is_capped or agents / (pace.heartbeat_s * stretch) <= pace.heartbeats_a_s_max * (1 + 1e-9)
+
+
+@given(paces, st.lists(st.integers(0, 1 << 20), min_size=2, max_size=2).map(sorted))
+def test_more_agents_never_mean_shorter_durations(pace: Pace, agents: list[int]) -> None:
+    few, many = agents
+    assert pace.stretch(few) <= pace.stretch(many)
+
+
+@given(paces, st.integers(0, 1 << 40), st.floats(1.0, 1e4))
+def test_a_promise_counts_up_to_what_was_told(pace: Pace, promised_ms: int, longest: float) -> None:
+    assert 1.0 <= pace.stretch_of(promised_ms, longest=longest) <= longest
+
+
+def test_few_agents_have_the_configured_durations() -> None:
+    assert PACE.told(PACE.stretch(4), 4).heartbeat_ms == 1000
+    assert PACE.told(PACE.stretch(2000), 2000).dead_after_ms == 3000
+
+
+def test_ten_thousand_agents_are_told_five_seconds() -> None:
+    told = PACE.told(PACE.stretch(10_000), 10_000)
+    assert (told.heartbeat_ms, told.dead_after_ms, told.return_within_ms) == (5000, 15000, 10000)
+
+
+@pytest.mark.parametrize("wrong", [(0.0, 3.0, 1.0), (3.0, 3.0, 1.0), (1.0, 3.0, 0.0)])
+def test_a_pace_must_make_sense(wrong: tuple[float, float, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match="heartbeat_s"):
+        Pace(*wrong)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    lags=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+)
+def test_an_agent_that_keeps_its_promises_is_never_late(sizes: list[int], lags: list[int]) -> None:
+    """Others come and go, so what is told grows and shrinks; the agent hears each answer up to three heartbeats late,
+    and goes on by what it heard last."""
+    directory = Directory(LIMITS, 0, epoch=bytes(16), members_max=100, pace=Pace(1.0, 3.0, 4.0))
+    registration = directory.register(hello("a"), fresh_number=1, now_ns=0)
+    heard = [registration.pace]
+    now_ns, streams, number = 0, [], 1
+    for size, lag in zip(sizes, itertools.cycle(lags), strict=False):
+        while len(streams) < size:
+            number += 1
+            streams.append(
+                directory.register(hello(f"b{number}", number.to_bytes(16, "big")), fresh_number=number, now_ns=now_ns)
+            )
+        for gone in streams[size:]:
+            directory.deregister(gone.stream, now_ns=now_ns)
+        del streams[size:]
+        pace = heard[max(0, len(heard) - 1 - lag)]
+        directory.heartbeat(
+            registration.stream, Load(), is_draining=False, now_ns=now_ns, promised_ms=pace.heartbeat_ms
+        )
+        heard.append(directory.pace)
+        end_ns = now_ns + pace.heartbeat_ms * MS
+        while now_ns < end_ns:
+            now_ns = min(now_ns + 250 * MS, end_ns)
+            directory.tick(now_ns)
+            member = directory.known("a")
+            assert member is not None
+            assert not member[0].is_suspect
+            for other in streams:
+                directory.heartbeat(other.stream, Load(), is_draining=False, now_ns=now_ns)
+
+
+def test_a_silent_agent_ends_after_its_own_long_promise_and_not_before() -> None:
+    directory = Directory(LIMITS, 0, epoch=bytes(16), members_max=100, pace=Pace(1.0, 3.0, 1.0))
+    others = [directory.register(hello(f"b{n}", n.to_bytes(16, "big")), fresh_number=n, now_ns=0) for n in (1, 2, 3)]
+    silent = directory.register(hello("a"), fresh_number=4, now_ns=0)
+    assert silent.pace.heartbeat_ms == 4000
+    now_ns = 0
+    ended_ns = 0
+    while not ended_ns:
+        now_ns += 250 * MS
+        for other in others:
+            directory.heartbeat(other.stream, Load(), is_draining=False, now_ns=now_ns)
+        if directory.tick(now_ns):
+            ended_ns = now_ns
+    assert 12_000 * MS <= ended_ns <= 14_000 * MS
+
+
+def test_a_restarted_coordinator_ends_nobody_while_agents_still_come_back() -> None:
+    directory = Directory(LIMITS, 0, epoch=bytes(16), members_max=100, pace=Pace(1.0, 3.0, 100.0))
+    now_ns = 0
+    for number in range(1, 11):  # one each second: longer than dead_after in all
+        directory.register(hello(f"b{number}", number.to_bytes(16, "big"), number), fresh_number=None, now_ns=now_ns)
+        for _ in range(4):
+            now_ns += 250 * MS
+            assert directory.tick(now_ns) == ()
+        assert not directory.is_settled
+    for _ in range(12):
+        now_ns += 250 * MS
+        directory.tick(now_ns)
+    assert directory.is_settled
