@@ -322,6 +322,12 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquaintRequest(_message.Message):
+    __slots__ = ("acquaintances",)
+    ACQUAINTANCES_FIELD_NUMBER: _ClassVar[int]
+    acquaintances: _containers.RepeatedCompositeFieldContainer[Acquaintance]
+    def __init__(self, acquaintances: _Optional[_Iterable[_Union[Acquaintance, _Mapping]]] = ...) -> None: ...
+
+class Acquaintance(_message.Message):
     __slots__ = ("agent_id", "others")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
@@ -330,8 +336,10 @@ class AcquaintRequest(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., others: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AcquaintResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("absent",)
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    absent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, absent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoredMember(_message.Message):
     __slots__ = ("owner", "sessions", "member")

@@ -86,7 +86,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquaint(self, request, context):
-        """From another coordinator: agents of it named an agent whose session is here, which is to be told of them.
+        """From another coordinator: agents of it named agents whose sessions are here, and which are to be told of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,11 +2,13 @@
 never know a stream's messages, or judge a member.
 
 A watcher is told of every member, and of all by which it places requests. An agent is told what it needs to reach
-others: neither loads, nor which members are suspect or draining. It is told of every member while there are few of
-them: it then finds every peer even while the coordinator is away. That costs the square of their number, so beyond
-``whole_view_max`` members an agent is told of those that it *names*, and of those that name it. What it was told before
-stays named, hence its view has no gaps: an absence from a whole snapshot means the same as ever
-(``protocol/mirror.py``).
+others: neither loads, nor which members are suspect or draining. While there are at most ``whole_view_max`` members it
+is told of each: it then finds every peer even while the coordinator is away. That costs the square of their number, so
+with more members an agent is told of those that it *names*. Naming has two ends: an agent that is named is told of the
+one that named it, wherever its session is, because it must know who dials it.
+
+What an agent was told once stays named, hence its view has no gaps: an absence from a whole snapshot means the same as
+ever (``protocol/mirror.py``).
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ class StreamState:
         """The receiver lacks nothing of this revision."""
         self.told_revision = 0
         """The revision that it was told last."""
-        self.names: set[str] | None = None
-        """The members that it is told of; ``None``: all."""
-        self.known: frozenset[str] = frozenset()
-        """The names that it had when it came, and those that it asked for while it was told of all."""
+        self.names: set[str] = set()
+        """Its own, those that it was told of or is to be told of by name, and those that it asked for."""
+        self.names_max = NAMES_MAX
+        """With more names, those of no member are dropped."""
         self.fresh: set[str] = set()
         """Names that were added since the last update."""
 
@@ -65,16 +67,16 @@ class Receivers:
     """All streams of one coordinator."""
 
     def __init__(self, directory: Directory, whole_view_max: int) -> None:
-        self.on_elsewhere: Callable[[str, list[str]], None] = lambda agent_id, others: None
-        """Called with an agent that has no session here, and those that named it."""
+        self.on_elsewhere: Callable[[str, Iterable[str]], None] = lambda agent_id, others: None
+        """Called with a member that has no session here, and agents here that named it."""
         self._directory = directory
         self._whole_view_max = whole_view_max
+        self._is_whole = len(directory) <= whole_view_max
+        """Whether agents are told of all members now."""
         self.sessions: dict[int, StreamState] = {}
         self.watchers: set[StreamState] = set()
-        self._whole: set[StreamState] = set()
-        """Sessions that are told of all members."""
         self._naming: dict[str, set[StreamState]] = {}
-        """The sessions that each member is told to by its name."""
+        """The sessions that have each name."""
         self._of: dict[str, StreamState] = {}
         """The newest session of each agent."""
         self._revision = directory.revision
@@ -85,60 +87,51 @@ class Receivers:
     def __iter__(self) -> Iterator[StreamState]:
         return iter((*self.sessions.values(), *self.watchers))
 
+    def __contains__(self, agent_id: str) -> bool:
+        """Whether an agent has a session here."""
+        return agent_id in self._of
+
     def open(self, stream: int, state: StreamState, known: Collection[str]) -> None:
-        """A registered agent's stream; ``known``: the members that the agent has in its view."""
+        """A registered agent's stream. ``known``: the members in the agent's view, and those that it asked for."""
         agent_id = state.agent_id
         self.sessions[stream] = self._of[agent_id] = state
-        state.known = frozenset(known)
-        if len(self._directory) <= self._whole_view_max:
-            self._whole.add(state)
-            return
-        state.names = set()
         for name in (agent_id, *known, *(other.agent_id for other in self._naming.get(agent_id, ()))):
-            self._add(state, name)
+            self._introduce(state, name)
 
     def close(self, stream: int) -> None:
         state = self.sessions.pop(stream)
         if self._of.get(state.agent_id) is state:
             del self._of[state.agent_id]
-        self._whole.discard(state)
-        for name in state.names or ():
+        for name in state.names:
             self._forget(name, state)
 
-    def ask(self, state: StreamState, names: Collection[str]) -> None:
-        """An agent names others. They are told of it too. Raises OverloadedError beyond NAMES_MAX names that are
-        members."""
-        if state.names is None:
-            state.known |= frozenset(names)
+    def ask(self, state: StreamState, names: Iterable[str]) -> None:
+        """An agent names others. Raises OverloadedError beyond NAMES_MAX names that are members."""
         for name in names:
-            self._add(state, name)
-            other = self._of.get(name)
-            if other is not None:
-                self._add(other, state.agent_id)
-            elif name in self._directory:
-                self.on_elsewhere(name, [state.agent_id])
-        if state.names is not None and len(state.names) > NAMES_MAX:
-            for name in [name for name in state.names if self._directory.known(name) is None]:
-                state.names.discard(name)
-                self._forget(name, state)
+            self._introduce(state, name)
+        if len(state.names) > NAMES_MAX:
+            self._drop_absent(state)
             if len(state.names) > NAMES_MAX:
                 raise OverloadedError(f"an agent is told of at most NAMES_MAX={NAMES_MAX} others by name")
 
-    def acquaint(self, agent_id: str, others: Iterable[str]) -> None:
-        """Agents at another coordinator named this one: it is told of them."""
+    def acquaint(self, agent_id: str, others: Iterable[str]) -> bool:
+        """Agents at another coordinator named this one. False if it has no session here."""
         state = self._of.get(agent_id)
-        if state is not None:
-            for name in others:
-                self._add(state, name)
+        if state is None:
+            return False
+        for name in others:
+            self._name(state, name, is_told=self._is_whole)
+        return True
 
     def take(self, state: StreamState) -> Change:
         """What a receiver lacks; it counts as told."""
         fresh, state.fresh = state.fresh, set()
+        is_watcher = not state.agent_id
         change = self._directory.change_since(
             state.revision,
-            with_load=not state.agent_id,
-            with_judgement=not state.agent_id,
-            names=state.names,
+            with_load=is_watcher,
+            with_judgement=is_watcher,
+            names=None if is_watcher or self._is_whole else state.names,
             fresh=fresh,
         )
         state.revision = state.told_revision = change.revision
@@ -147,42 +140,81 @@ class Receivers:
     def wake(self) -> None:
         """The directory may have changed: wake the streams that lack something."""
         if self._directory.contact_revision != self._contact_revision:
-            self._narrow()
-            for state in self._whole:
-                state.wake.set()
-            if self._naming:
-                for agent_id in self._directory.ids_since(self._contact_revision):
-                    naming = self._naming.get(agent_id, ())
-                    for state in naming:
-                        state.wake.set()
-                    if naming and agent_id not in self._of and agent_id in self._directory:
-                        self.on_elsewhere(agent_id, [state.agent_id for state in naming])
+            changed = self._directory.ids_since(self._contact_revision)
+            was_whole, self._is_whole = self._is_whole, len(self._directory) <= self._whole_view_max
+            if was_whole and not self._is_whole:
+                self._narrow()
+            elif self._is_whole and not was_whole:
+                self._widen()
+            if was_whole or self._is_whole:
+                for state in self.sessions.values():
+                    state.wake.set()
+            self._wake_naming(changed)
             self._contact_revision = self._directory.contact_revision
         if self._directory.revision != self._revision:
             self._revision = self._directory.revision
             for state in self.watchers:
                 state.wake.set()
 
-    def _narrow(self) -> None:
-        """Tell agents by name from now on, if there are too many members for everything."""
-        if self._whole and len(self._directory) > self._whole_view_max:
-            for state in self._whole:
-                names = state.known.union(self._directory, (state.agent_id,))
-                if state.revision is not None:
-                    names |= self._directory.ids_since(state.revision)  # what ended meanwhile
-                state.names = set()
-                for name in names:
-                    self._add(state, name, is_fresh=False)
-            self._whole.clear()
+    def _wake_naming(self, changed: Iterable[str]) -> None:
+        for agent_id in changed:
+            naming = self._naming.get(agent_id)
+            if naming:
+                for state in naming:
+                    state.wake.set()
+                if not self._is_whole and self._is_elsewhere(agent_id):
+                    self.on_elsewhere(agent_id, [state.agent_id for state in naming])
 
-    def _add(self, state: StreamState, name: str, *, is_fresh: bool = True) -> None:
-        if state.names is None or name in state.names:
+    def _narrow(self) -> None:
+        """Agents are told by name from now on: of all that they were told of, and of all that are here now."""
+        elsewhere = [name for name in self._directory if self._is_elsewhere(name)]
+        for state in self.sessions.values():
+            names = set(self._directory)
+            if state.revision is not None:
+                names |= self._directory.ids_since(state.revision)  # what ended meanwhile
+            for name in names:
+                self._name(state, name, is_told=True)
+        for name in elsewhere:
+            self.on_elsewhere(name, [state.agent_id for state in self.sessions.values()])
+
+    def _widen(self) -> None:
+        """Agents are told of all members from now on."""
+        for state in self.sessions.values():
+            state.fresh.update(name for name in self._directory if name not in state.names)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return name not in self._of and name in self._directory
+
+    def _introduce(self, state: StreamState, name: str) -> None:
+        """An agent names another one: both are told of the other."""
+        self._name(state, name, is_told=self._is_whole)
+        if self._is_whole or name == state.agent_id:
             return
+        other = self._of.get(name)
+        if other is not None:
+            self._name(other, state.agent_id)
+        elif name in self._directory:
+            self.on_elsewhere(name, (state.agent_id,))
+
+    def _name(self, state: StreamState, name: str, *, is_told: bool = False) -> None:
+        """Add a name. ``is_told``: the agent is told of it anyway, if it is a member."""
+        if name in state.names:
+            return
+        if len(state.names) >= state.names_max:
+            self._drop_absent(state)
+            state.names_max = max(NAMES_MAX, 2 * len(state.names))
         state.names.add(name)
         self._naming.setdefault(name, set()).add(state)
-        if is_fresh:
+        if not is_told:
             state.fresh.add(name)
             state.wake.set()
+
+    def _drop_absent(self, state: StreamState) -> None:
+        """Forget names of no member, unless their end is still to be told."""
+        untold = set() if state.revision is None else self._directory.ids_since(state.revision)
+        for name in [name for name in state.names if name not in self._directory and name not in untold]:
+            state.names.discard(name)
+            self._forget(name, state)
 
     def _forget(self, name: str, state: StreamState) -> None:
         naming = self._naming[name]

@@ -16,6 +16,7 @@ import grpc.aio
 
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import NS_PER_S, Clock, SystemClock
+from kvxfer.coordinator.acquaintances import Acquaintances
 from kvxfer.coordinator.gate import Gate
 from kvxfer.coordinator.health import Health
 from kvxfer.coordinator.hosts import RegisteredHosts
@@ -94,7 +95,8 @@ async def serve(
         leg_keys=LegKeys(root, clock, period_s=options.leg_key_period_s, wall_s=started_us / 1e6),
     )
     peers = PeerWatches(keeper, token, files)
-    receivers.on_elsewhere = peers.acquaint
+    acquaintances = Acquaintances(directory, receivers, keeper.address_of, token, files)
+    receivers.on_elsewhere = acquaintances.add
     health = Health("kvxfer.v1.Coordinator")
 
     def add_services(server: grpc.aio.Server) -> None:
@@ -135,6 +137,7 @@ async def serve(
     finally:
         health.set_serving(False)
         service.stop()
+        await acquaintances.close()
         await peers.close()
         await control_port.stop(options.stop_grace_s)
         await keeper.close()

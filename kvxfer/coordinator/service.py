@@ -62,6 +62,9 @@ HELLO_S = 5.0
 PUSH_GAP_S = 0.02
 """Shortest time between two updates to one receiver; what changes meanwhile goes together."""
 
+ASKED_A_S = 1000.0
+"""Names a second that one agent can ask for: its next message is read that much later."""
+
 _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
@@ -212,14 +215,13 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     async def Acquaint(self, request: pb.AcquaintRequest, context: Any) -> pb.AcquaintResponse:
         try:
             caller = self._gate.identify(context, ControlCall.ACQUAINT)
-            agent_id = convert.read_agent_id(request.agent_id)
-            others = convert.read_names(request.others)
-            with self._gate.audited(caller, ControlCall.ACQUAINT, Subject(agent_id)):
+            with self._gate.audited(caller, ControlCall.ACQUAINT):
                 self._check_open()
-                self._receivers.acquaint(agent_id, others)
+                named = convert.read_acquaintances(request)
+                absent = [agent_id for agent_id in named if not self._receivers.acquaint(agent_id, named[agent_id])]
         except KvxferError as error:
             await abort(context, error)
-        return pb.AcquaintResponse()
+        return pb.AcquaintResponse(absent=absent)
 
     def _check_open(self) -> None:
         if self._is_stopping:
@@ -321,7 +323,9 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                         async with receiver.writing:
                             await context.write(self._answer(receiver))
                 case "ask":
-                    self._receivers.ask(receiver, convert.read_names(message.ask.agent_ids))
+                    names = convert.read_ask(message.ask)
+                    self._receivers.ask(receiver, names)
+                    await asyncio.sleep(len(names) / ASKED_A_S)
                 case "update_pools":
                     pools = convert.read_pools(message.update_pools.pools)
                     self._carry_out(self._directory.update_pools(stream, pools, now_ns=now_ns))

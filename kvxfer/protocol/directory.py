@@ -316,6 +316,8 @@ class Directory:
         if entry is None:
             entry = self._entries[agent_id] = Entry(member, MemberState.ELSEWHERE, None, 0, 0)
             self._log.touch(entry)
+        elif version != entry.version:
+            self._log.touch(entry)  # as a return does: it may be at another coordinator, which knows less
         if entry.stream is not None:
             effects.append(CloseStream(entry.stream, "a newer stream at another coordinator speaks for this agent"))
             del self._speakers[entry.stream]

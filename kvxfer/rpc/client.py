@@ -25,7 +25,7 @@ from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.protocol.pace import ToldPace
 from kvxfer.rpc import convert
-from kvxfer.rpc.convert import NAMES_MAX
+from kvxfer.rpc.convert import ASK_NAMES_MAX, NAMES_MAX
 from kvxfer.rpc.link import (
     CONNECT_S,
     EOF,
@@ -182,11 +182,13 @@ class CoordinatorSession:
 
     def ask(self, agent_id: str) -> None:
         """Have the coordinator tell of an agent, and that agent of us: in a big cluster it tells of no others.
-        Callable from any thread; once for each agent is enough. Does nothing beyond NAMES_MAX agents."""
+        Callable from any thread; once for each agent is enough."""
         self._wake_soon(lambda: self._ask(agent_id))
 
     def _ask(self, agent_id: str) -> None:
-        if agent_id not in self._asked and len(self._asked) < NAMES_MAX:
+        if agent_id not in self._asked:
+            if len(self._asked) >= NAMES_MAX:
+                self._asked.clear()  # those of them that came are members, and known by that
             self._asked.add(agent_id)
             self._asks.append(agent_id)
             self._wake.set()
@@ -330,7 +332,12 @@ class CoordinatorSession:
         if pace.heartbeat_ms < self._pace.heartbeat_ms:
             self._wake.set()
         self._pace = pace
-        self._backoff.spread(pace.return_within_ms / 1e3)
+        # Back before silence counts as death, however late the loss was noticed. A coordinator that is lost for all of
+        # its agents, and so does not answer the first attempt, waits for them when it is there again.
+        unheard_s = pace.heartbeat_ms / 1e3 if len(self._targets) == 1 else self._silence_s(is_first=False)
+        again_s = pace.return_within_ms / 1e3
+        first_s = min(again_s, max(0.0, pace.dead_after_ms / 1e3 - unheard_s) / 2)
+        self._backoff.spread(first_s, again_s if len(self._targets) == 1 else first_s)
 
     def _silence_s(self, *, is_first: bool) -> float:
         """How long the coordinator may be silent, as it was told last. Where there is another one that is half the time
@@ -357,8 +364,10 @@ class CoordinatorSession:
                     pb.AgentMessage(update_pools=pb.UpdatePools(pools=convert.write_pools(self._hello.pools)))
                 )
             if self._asks:
-                asks, self._asks = self._asks, []
+                asks, self._asks = self._asks[:ASK_NAMES_MAX], self._asks[ASK_NAMES_MAX:]
                 await call.write(pb.AgentMessage(ask=pb.Ask(agent_ids=asks)))
+                if self._asks:
+                    self._wake.set()
             beat = pb.Heartbeat(
                 load=convert.write_load(self._load),
                 is_draining=self._is_draining,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from kvxfer._pb import control_pb2 as pb
@@ -45,6 +45,8 @@ NUMBER_MAX = (1 << 63) - 1
 DURATION_MAX_MS = 3_600_000
 NAMES_MAX = 16384
 """Agents that one agent is told of by name."""
+ASK_NAMES_MAX = 256
+"""Agents that one message asks for."""
 PART_MEMBERS_MAX = 32
 """Members in one part of a membership update."""
 MESSAGE_BYTES_MAX = 32 << 20
@@ -318,12 +320,33 @@ def read_hello(message: pb.Register) -> Hello:
     )
 
 
-def read_names(values: Iterable[str]) -> tuple[str, ...]:
+def read_names(values: Collection[str]) -> tuple[str, ...]:
     """At most NAMES_MAX agent ids."""
-    found = list(values)
-    if len(found) > NAMES_MAX:
-        raise ProtocolError(f"at most NAMES_MAX={NAMES_MAX} agents may be named, not {len(found)}")
-    return tuple(map(read_agent_id, found))
+    _check_length("NAMES_MAX", NAMES_MAX, len(values))
+    return tuple(map(read_agent_id, values))
+
+
+def read_ask(message: pb.Ask) -> tuple[str, ...]:
+    """At most ASK_NAMES_MAX agent ids."""
+    _check_length("ASK_NAMES_MAX", ASK_NAMES_MAX, len(message.agent_ids))
+    return tuple(map(read_agent_id, message.agent_ids))
+
+
+def read_acquaintances(message: pb.AcquaintRequest) -> dict[str, tuple[str, ...]]:
+    """Those that named each agent: at most NAMES_MAX agent ids in all."""
+    _check_length("NAMES_MAX", NAMES_MAX, sum(1 + len(each.others) for each in message.acquaintances))
+    return {read_agent_id(each.agent_id): read_names(each.others) for each in message.acquaintances}
+
+
+def write_acquaintances(value: Mapping[str, Iterable[str]]) -> pb.AcquaintRequest:
+    return pb.AcquaintRequest(
+        acquaintances=[pb.Acquaintance(agent_id=agent_id, others=others) for agent_id, others in value.items()]
+    )
+
+
+def _check_length(name: str, bound: int, found: int) -> None:
+    if found > bound:
+        raise ProtocolError(f"at most {name}={bound} agents may be named at once, not {found}")
 
 
 def _check_places(info: WorkerInfo, address: DataAddress) -> None:

@@ -219,18 +219,19 @@ class ReconnectBackoff:
         self._first_s = first_s
         self._max_s = max_s
         self._next_s = first_s
-        self._return_s = 0.0
+        self._spread_first_s = self._spread_s = 0.0
 
-    def spread(self, return_s: float) -> None:
-        """From now on a wait that would be shorter than ``return_s`` is drawn between 0 and that instead, so that all
-        who wait spread over it."""
-        self._return_s = return_s
+    def spread(self, first_s: float, again_s: float) -> None:
+        """From now on a wait that would be shorter is drawn between 0 and ``first_s`` instead, and each one after the
+        first between 0 and ``again_s``, so that all who wait spread over that time."""
+        self._spread_first_s, self._spread_s = first_s, again_s
 
     def next_s(self) -> float:
         whole_s = self._next_s
         self._next_s = min(whole_s * 2, self._max_s)
-        if self._return_s > whole_s:
-            return self._return_s * self._source.random()
+        spread_s = self._spread_first_s if whole_s == self._first_s else self._spread_s
+        if spread_s > whole_s:
+            return spread_s * self._source.random()
         return whole_s * (0.5 + 0.5 * self._source.random())
 
     def reset(self) -> None:

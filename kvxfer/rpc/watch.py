@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 import grpc.aio
 
@@ -263,17 +263,18 @@ async def drain(
 async def acquaint(
     target: str,
     token: bytes,
-    agent_id: str,
-    others: list[str],
+    others: Mapping[str, Collection[str]],
     *,
     timeout_s: float = CONNECT_S,
     tls: FollowedFiles | None = None,
-) -> None:
-    """From one coordinator to another: tell an agent of others. Raises CoordinatorUnavailableError, ForbiddenError."""
+) -> frozenset[str]:
+    """From one coordinator to another: tell each of these agents of ``others`` that named it. Returns the agents that
+    have no session there. Raises CoordinatorUnavailableError, AuthenticationError, ForbiddenError."""
     async with open_channel(target, tls) as channel:
         stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
-        request = pb.AcquaintRequest(agent_id=agent_id, others=others)
+        request = convert.write_acquaintances(others)
         try:
-            await stub.Acquaint(request, metadata=credentials(token), timeout=timeout_s)
+            answer = await stub.Acquaint(request, metadata=credentials(token), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_exception(target, error) from None
+    return frozenset(answer.absent)

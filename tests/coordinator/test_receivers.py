@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Set
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.coordinator.gate import Caller
 from kvxfer.coordinator.receivers import Receivers, StreamState
 from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.mirror import Mirror
+from kvxfer.trust.permissions import Subject
 from tests.support.directory import LIMITS, hello, pool
 
 AGENTS = tuple("abcdef")
@@ -21,6 +25,7 @@ class World:
     def __init__(self, whole_view_max: int) -> None:
         self.directory = Directory(LIMITS, 0, epoch=bytes(16))
         self.receivers = Receivers(self.directory, whole_view_max)
+        self.whole_view_max = whole_view_max
         self.number = 0
         self.streams: dict[str, int] = {}
         self.states: dict[str, StreamState] = {}
@@ -35,7 +40,8 @@ class World:
         registration = self.directory.register(hello(name, nonce), fresh_number=self.number, now_ns=0)
         self.receivers.wake()
         self.streams[name] = registration.stream
-        self.states[name] = self.receivers.open(registration.stream, name, known)
+        self.states[name] = StreamState(Caller(None, "", "test"), Subject(name))
+        self.receivers.open(registration.stream, self.states[name], known)
         self.catch_up(name)
 
     def leave(self, name: str) -> None:
@@ -64,16 +70,20 @@ class World:
         for name in self.states:
             self.catch_up(name)
         truth = {member.ref.agent_id: member for member in self.directory.change_since(None).members}
-        for name, state in self.states.items():
+        views: dict[str, Set[str]] = {}
+        for name in self.states:
             seen = {member.ref.agent_id: member for member in self.mirrors[name].membership.members}
             assert {other: (m.ref, m.pools) for other, m in seen.items()} == {
                 other: (truth[other].ref, truth[other].pools) for other in seen
             }, "an old view of somebody"
-            if state.names is None:
+            views[name] = seen.keys()
+            if len(truth) <= self.whole_view_max:
                 assert seen.keys() == truth.keys()
             for one, other in self.named & {(a, b) for a in self.states for b in self.states}:
                 if name in (one, other) and one != other:
                     assert {one, other} - {name} <= seen.keys(), "asked for and not told"
+        for one, other in itertools.combinations(views, 2):
+            assert (other in views[one]) == (one in views[other]), "one could be dialed by one that it does not know"
 
 
 @settings(deadline=None, max_examples=200)

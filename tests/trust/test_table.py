@@ -9,6 +9,7 @@ import pytest
 
 from kvxfer.errors import AuthenticationError, ForbiddenError, KvxferError, RefusedError
 from kvxfer.rpc import drain
+from kvxfer.rpc.watch import acquaint
 from kvxfer.trust.identity import CertRole
 from kvxfer.trust.permissions import CALLS, JOINS, SERVES, ControlCall
 from kvxfer.types import Role
@@ -26,6 +27,7 @@ NOT_FOR = {
         if role not in (CertRole.COORDINATOR, CertRole.ROUTER, CertRole.OPERATOR)
     ),
     *((role, ControlCall.DRAIN) for role in CertRole if role not in (CertRole.ROUTER, CertRole.OPERATOR)),
+    *((role, ControlCall.ACQUAINT) for role in CertRole if role is not CertRole.COORDINATOR),
 }
 """Written down again, by hand: a row that is added to the product's table by mistake fails here."""
 PARTS = {
@@ -72,6 +74,8 @@ async def test_each_caller_makes_each_call(role: CertRole, tmp_path: pathlib.Pat
         assert await outcome(watch(address, tls)) == ("forbidden" if (role, ControlCall.WATCH) in NOT_FOR else "ok")
         wanted_drain = "forbidden" if (role, ControlCall.DRAIN) in NOT_FOR else "ok"
         assert await outcome(drain(address, b"", "victim", tls=tls)) == wanted_drain
+        wanted_acquaint = "forbidden" if (role, ControlCall.ACQUAINT) in NOT_FOR else "ok"
+        assert await outcome(acquaint(address, b"", {"victim": ["x"]}, tls=tls)) == wanted_acquaint
         await until(lambda: victim.session.is_draining == (wanted_drain == "ok"), "the order, or none")
         assert victim.states == [True], "nothing that another one asked for disturbed it"
         await victim.session.close()
@@ -83,6 +87,7 @@ async def test_the_token_beside_a_certificate_adds_nothing(tmp_path: pathlib.Pat
         for call in (
             watch(cluster.address, tls, token=cluster.token),
             drain(cluster.address, cluster.token, "x", tls=tls),
+            acquaint(cluster.address, cluster.token, {"x": ["y"]}, tls=tls),
         ):
             assert await outcome(call) == "forbidden"
 
@@ -93,7 +98,12 @@ async def test_the_token_alone_is_enough_on_loopback(tmp_path: pathlib.Path) -> 
         assert await watch(cluster.address, None, token=cluster.token) == []
         with pytest.raises(RefusedError, match="no member"):
             await drain(cluster.address, cluster.token, "absent")
-        for call in (watch(cluster.address, None), register(cluster.address, "w0", None, token=b"wrong-token-0000")):
+        assert await acquaint(cluster.address, cluster.token, {"absent": ["w0"]}) == {"absent"}
+        for call in (
+            watch(cluster.address, None),
+            register(cluster.address, "w0", None, token=b"wrong-token-0000"),
+            acquaint(cluster.address, b"wrong-token-0000", {"absent": ["w0"]}),
+        ):
             assert await outcome(call) == "unauthenticated"
 
 
@@ -132,12 +142,13 @@ async def test_a_key_goes_to_its_two_ends(tmp_path: pathlib.Path, ca: ClusterAut
 
 def test_docs_show_the_table() -> None:
     page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (yes|no) \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
     assert {row[0] for row in rows} == set(CertRole)
-    for name, registers, watches, drains in rows:
+    for name, registers, watches, drains, acquaints in rows:
         role = CertRole(name)
         assert (watches == "yes") == (ControlCall.WATCH in CALLS[role])
         assert (drains == "yes") == (ControlCall.DRAIN in CALLS[role])
+        assert (acquaints == "yes") == (ControlCall.ACQUAINT in CALLS[role])
         assert (registers != "no") == (ControlCall.REGISTER in CALLS[role])
         said = set(re.findall(r"`(\w+)`", registers)) or ({*map(str, Role)} if "any part" in registers else set())
         assert said == {str(part) for part in SERVES.get(role, frozenset()) | JOINS.get(role, frozenset())}
