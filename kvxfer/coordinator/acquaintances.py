@@ -101,7 +101,7 @@ class Acquaintances:
             if agent_id in self._receivers or agent_id not in self._directory:
                 self._done(agent_id, set(waiting))  # who comes here, or comes back, is told then
                 continue
-            self._done(agent_id, {other for other in waiting if other not in self._receivers})
+            self._done(agent_id, {other for other in waiting if not self._receivers.is_told_of(other, agent_id)})
             address = self._address_of(agent_id)
             if not waiting or not address or address in self._calls:
                 continue

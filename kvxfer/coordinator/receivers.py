@@ -91,6 +91,11 @@ class Receivers:
         """Whether an agent has a session here."""
         return agent_id in self._of
 
+    def is_told_of(self, agent_id: str, name: str) -> bool:
+        """Whether an agent has a session here and is told, or was, of one of that name."""
+        state = self._of.get(agent_id)
+        return state is not None and (self._is_whole or name in state.names)
+
     def open(self, stream: int, state: StreamState, known: Collection[str]) -> None:
         """A registered agent's stream. ``known``: the members in the agent's view, and those that it asked for."""
         agent_id = state.agent_id
@@ -120,7 +125,7 @@ class Receivers:
         if state is None:
             return False
         for name in others:
-            self._name(state, name, is_told=self._is_whole)
+            self._introduce(state, name)
         return True
 
     def take(self, state: StreamState) -> Change:
@@ -186,9 +191,10 @@ class Receivers:
         return name not in self._of and name in self._directory
 
     def _introduce(self, state: StreamState, name: str) -> None:
-        """An agent names another one: both are told of the other."""
-        self._name(state, name, is_told=self._is_whole)
-        if self._is_whole or name == state.agent_id:
+        """An agent names another one: both are told of the other. Also where the other one named it first, elsewhere:
+        that one may have moved since, and been told nothing."""
+        is_new = self._name(state, name, is_told=self._is_whole)
+        if not is_new or self._is_whole or name == state.agent_id:
             return
         other = self._of.get(name)
         if other is not None:
@@ -196,10 +202,10 @@ class Receivers:
         elif name in self._directory:
             self.on_elsewhere(name, (state.agent_id,))
 
-    def _name(self, state: StreamState, name: str, *, is_told: bool = False) -> None:
-        """Add a name. ``is_told``: the agent is told of it anyway, if it is a member."""
+    def _name(self, state: StreamState, name: str, *, is_told: bool = False) -> bool:
+        """Add a name; returns whether it is new. ``is_told``: the agent is told of it anyway, if it is a member."""
         if name in state.names:
-            return
+            return False
         if len(state.names) >= state.names_max:
             self._drop_absent(state)
             state.names_max = max(NAMES_MAX, 2 * len(state.names))
@@ -208,6 +214,7 @@ class Receivers:
         if not is_told:
             state.fresh.add(name)
             state.wake.set()
+        return True
 
     def _drop_absent(self, state: StreamState) -> None:
         """Forget names of no member, unless their end is still to be told."""

@@ -6,15 +6,17 @@ import itertools
 import random
 from collections.abc import Set
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.coordinator.gate import Caller
+from kvxfer.coordinator import receivers
 from kvxfer.coordinator.receivers import Receivers, StreamState
+from kvxfer.errors import OverloadedError
 from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.mirror import Mirror
-from kvxfer.trust.permissions import Subject
 from tests.support.directory import LIMITS, hello, pool
+from tests.support.receivers import session_state
 
 AGENTS = tuple("abcdef")
 
@@ -40,7 +42,7 @@ class World:
         registration = self.directory.register(hello(name, nonce), fresh_number=self.number, now_ns=0)
         self.receivers.wake()
         self.streams[name] = registration.stream
-        self.states[name] = StreamState(Caller(None, "", "test"), Subject(name))
+        self.states[name] = session_state(name)
         self.receivers.open(registration.stream, self.states[name], known)
         self.catch_up(name)
 
@@ -121,3 +123,32 @@ def test_many_members_cost_an_agent_nothing_that_it_did_not_ask_for() -> None:
     assert {m.ref.agent_id for m in world.mirrors["e"].membership.members} == {"e"}
     world.change("b", 2)
     assert [name for name, state in world.states.items() if state.wake.is_set()] == ["a", "b", "c", "d"]
+
+
+def test_names_of_no_member_are_dropped_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receivers, "NAMES_MAX", 4)
+    world = World(0)
+    for name in "ab":
+        world.come(name)
+        world.states[name].names_max = 4
+    for number in range(40):
+        world.receivers.ask(world.states["a"], [f"absent-{number}"])
+        assert len(world.states["a"].names) <= 4
+    for number in range(40):  # each of them names b, and ends
+        name = f"passer-by-{number}"
+        world.come(name)
+        world.ask(name, "b")
+        world.catch_up("b")
+        world.leave(name)
+        world.catch_up("b")
+        assert len(world.states["b"].names) <= 5
+    assert {member.ref.agent_id for member in world.mirrors["b"].membership.members} <= {"a", "b"}
+
+
+def test_more_members_than_the_bound_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receivers, "NAMES_MAX", 4)
+    world = World(0)
+    for name in AGENTS:
+        world.come(name)
+    with pytest.raises(OverloadedError, match="NAMES_MAX=4"):
+        world.receivers.ask(world.states["a"], AGENTS)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import random
+from typing import Any
 
+import grpc.aio
 import pytest
 
-from kvxfer.rpc import MembershipWatch
-from tests.support.coordinator import Recorder, running, until
+from kvxfer._pb import control_pb2 as pb
+from kvxfer._pb import control_pb2_grpc
+from kvxfer.rpc import MembershipWatch, convert
+from kvxfer.rpc.convert import ASK_NAMES_MAX
+from kvxfer.rpc.link import EOF
+from tests.support.coordinator import PATIENCE_S, Recorder, running, until
+from tests.support.directory import hello
 
 
 async def test_agents_of_a_big_cluster_see_each_other_once_one_asks(tmp_path: pathlib.Path) -> None:
@@ -34,6 +41,32 @@ async def test_agents_of_a_big_cluster_see_each_other_once_one_asks(tmp_path: pa
         assert third.gone == []
 
 
+async def test_many_names_are_asked_for_in_parts(tmp_path: pathlib.Path) -> None:
+    """An agent that asks for very many is heard in time, and is not lost."""
+    async with running(tmp_path, whole_view_max=0) as cluster:
+        one, other = cluster.agent("a"), cluster.agent("b", nonce=2)
+        await one.session.start()
+        await other.session.start()
+        for number in range(2 * ASK_NAMES_MAX):
+            one.session.ask(f"absent-{number}")
+        one.session.ask("b")
+        await until(lambda: "b" in one.members and "a" in other.members, "the last name")
+        assert one.states == [True]
+
+
+async def test_more_names_in_a_message_than_the_bound_are_refused(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path, whole_view_max=0) as cluster:
+        token = (("authorization", f"Bearer {cluster.token.decode()}"),)
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            call = control_pb2_grpc.CoordinatorStub(channel).Session(metadata=token)  # type: ignore[no-untyped-call]
+            await call.write(pb.AgentMessage(register=convert.write_hello(hello("a"))))
+            names = [f"n{number}" for number in range(ASK_NAMES_MAX + 1)]
+            await call.write(pb.AgentMessage(ask=pb.Ask(agent_ids=names)))
+            with pytest.raises(grpc.aio.AioRpcError, match="ASK_NAMES_MAX=256") as refused:
+                await asyncio.wait_for(_read_all(call), PATIENCE_S)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.deep
 async def test_two_hundred_agents_are_told_a_longer_interval_and_none_is_lost(tmp_path: pathlib.Path) -> None:
     """Two hundred agents where fifty heartbeats a second are taken; the coordinator is lost and all come back."""
@@ -56,6 +89,11 @@ async def test_two_hundred_agents_are_told_a_longer_interval_and_none_is_lost(tm
             await until(lambda: {member.ref for member in watch.membership.members} == set(refs), "all at the watcher")
             assert gone == []
         assert all(agent.gone == [] for agent in agents)
+
+
+async def _read_all(call: Any) -> None:
+    while await call.read() is not EOF:
+        pass
 
 
 def _interval_s(agent: Recorder) -> float:
