@@ -165,8 +165,9 @@ class Agent(AgentMemory):
         return () if self._runtime is None else tuple(self._runtime.peers)
 
     def find_member(self, agent_id: str) -> Member | None:
-        """The newest incarnation of that name, if one is known. From any thread."""
-        return self._open().peers.find(agent_id)
+        """The newest incarnation of that name, if one is known; if not, the coordinator is asked for it, for the next
+        time. From any thread."""
+        return self._open().peers.look_for(agent_id)
 
     def is_connected(self, agent_id: str) -> bool:
         """Whether a session with the newest incarnation of that name is up. From any thread."""

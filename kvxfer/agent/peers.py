@@ -165,6 +165,13 @@ class Peers:
         """The newest incarnation with that name."""
         return self._newest.get(agent_id)
 
+    def look_for(self, agent_id: str) -> Member | None:
+        """As :meth:`find`; asks for a name that is not known, for the next time. From any thread."""
+        member = self.find(agent_id)
+        if member is None and self.ask is not None:
+            self.ask(agent_id)
+        return member
+
     def get(self, agent_id: str) -> Member:
         """As :meth:`find`; raises PeerGoneError or CoordinatorUnavailableError where there is none."""
         member = self.find(agent_id)

@@ -50,7 +50,7 @@ LEAVE_S = 2.0
 
 
 class CoordinatorSession:
-    """Runs on one asyncio loop, which calls the callbacks; only :meth:`set_load` may be called from any thread."""
+    """Runs on one asyncio loop, which calls the callbacks; methods say which of them may be called from any thread."""
 
     def __init__(
         self,
@@ -183,7 +183,8 @@ class CoordinatorSession:
     def ask(self, agent_id: str) -> None:
         """Have the coordinator tell of an agent, and that agent of us: in a big cluster it tells of no others.
         Callable from any thread; once for each agent is enough."""
-        self._wake_soon(lambda: self._ask(agent_id))
+        if agent_id not in self._asked:
+            self._wake_soon(lambda: self._ask(agent_id))
 
     def _ask(self, agent_id: str) -> None:
         if agent_id not in self._asked:

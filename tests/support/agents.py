@@ -60,7 +60,8 @@ async def until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
 class Coordinator:
     """A coordinator on one port that can be stopped and started again."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(self, directory: pathlib.Path, **options: Any) -> None:
+        self._options = options
         self.token_file = directory / "token"
         self.token = load_or_create_token(self.token_file)
         self.port = 0
@@ -73,7 +74,7 @@ class Coordinator:
 
     async def start(self) -> None:
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        options = CoordinatorOptions(port=self.port, token_file=str(self.token_file), stop_grace_s=0.2)
+        options = CoordinatorOptions(port=self.port, token_file=str(self.token_file), stop_grace_s=0.2, **self._options)
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(serve(options, on_ready=ready.set_result, stop=self._stop))
         done, _ = await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
