@@ -36,6 +36,24 @@ class ToldPace:
     dead_after_ms: int
     return_within_ms: int = 0
 
+    def patience_s(self, *, has_other: bool) -> float:
+        """How long the coordinator may be silent, in seconds. Where there is another one (``has_other``) that is half
+        the time in which this one takes a silent agent for dead, so that a cut between the two finds the agent
+        elsewhere and does not end it."""
+        return max(self.dead_after_ms / (2 if has_other else 1), 2 * self.heartbeat_ms) / 1e3
+
+    def returns_s(self, *, has_other: bool) -> tuple[float, float]:
+        """Over how long the agent spreads its first attempt to come back, and the later ones, in seconds.
+
+        The first one comes before silence means death, however late the loss was noticed. A coordinator that is lost
+        for all of its agents does not answer that one, and waits for them when it is there again; where there is
+        another one, the agent is to be there in time.
+        """
+        unheard_s = self.patience_s(has_other=True) if has_other else self.heartbeat_ms / 1e3
+        again_s = self.return_within_ms / 1e3
+        first_s = min(again_s, max(0.0, self.dead_after_ms / 1e3 - unheard_s) / 2)
+        return first_s, first_s if has_other else again_s
+
 
 @dataclasses.dataclass(frozen=True)
 class Pace:

@@ -333,19 +333,12 @@ class CoordinatorSession:
         if pace.heartbeat_ms < self._pace.heartbeat_ms:
             self._wake.set()
         self._pace = pace
-        # Back before silence counts as death, however late the loss was noticed. A coordinator that is lost for all of
-        # its agents, and so does not answer the first attempt, waits for them when it is there again.
-        unheard_s = pace.heartbeat_ms / 1e3 if len(self._targets) == 1 else self._silence_s(is_first=False)
-        again_s = pace.return_within_ms / 1e3
-        first_s = min(again_s, max(0.0, pace.dead_after_ms / 1e3 - unheard_s) / 2)
-        self._backoff.spread(first_s, again_s if len(self._targets) == 1 else first_s)
+        self._backoff.spread(*pace.returns_s(has_other=len(self._targets) > 1))
 
-    def _silence_s(self, *, is_first: bool) -> float:
-        """How long the coordinator may be silent, as it was told last. Where there is another one that is half the time
-        in which this one takes a silent agent for dead, so that a cut between the two finds the agent elsewhere and
-        does not end it. The first view may take the whole time: the coordinator may ask its store for it."""
-        dead_s, twice_s = self._pace.dead_after_ms / 1e3, 2 * self._pace.heartbeat_ms / 1e3
-        return max(dead_s if is_first or len(self._targets) == 1 else dead_s / 2, twice_s)
+    def _patience_s(self, *, is_first: bool) -> float:
+        """How long the coordinator may be silent, as it was told last. The first view may take the whole time in which
+        silence means death: the coordinator may ask its store for it."""
+        return self._pace.patience_s(has_other=len(self._targets) > 1 and not is_first)
 
     async def _send(self, call: Any) -> None:
         wait_s = self._pace.heartbeat_ms / 1e3 * self._source.random()  # those that came together do not stay together
@@ -380,7 +373,7 @@ class CoordinatorSession:
     async def _receive(self, call: Any) -> None:
         is_first = True
         while True:
-            async with asyncio.timeout(self._silence_s(is_first=is_first)):
+            async with asyncio.timeout(self._patience_s(is_first=is_first)):
                 message = await call.read()
             is_first = False
             if message is EOF:

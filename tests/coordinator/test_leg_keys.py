@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,8 +71,12 @@ def test_the_period_has_bounds() -> None:
             CoordinatorOptions(leg_key_period_s=value)
 
 
-async def test_workers_get_their_own_and_watchers_the_secret(tmp_path: pathlib.Path) -> None:
-    async with running(tmp_path, leg_key_period_s=1.0) as cluster:
+@pytest.mark.parametrize(
+    "more", [{}, {"heartbeats_a_s_max": 0.1, "whole_view_max": 0}], ids=["fast heartbeats", "few heartbeats"]
+)
+async def test_workers_get_their_own_and_watchers_the_secret(tmp_path: pathlib.Path, more: dict[str, Any]) -> None:
+    """Also where a heartbeat is due every 20 s only, and nothing else changes."""
+    async with running(tmp_path, leg_key_period_s=1.0, **more) as cluster:
         worker = CertifiedAgent(cluster.address, "w0", None, http_url="http://127.0.0.1:1", token=cluster.token)
         rank = CertifiedAgent(cluster.address, "w0.1", None, token=cluster.token)
         ref = await worker.session.start()

@@ -87,13 +87,18 @@ class Relay:
                     writer.write(data)
 
 
-async def test_an_agent_leaves_a_silent_coordinator_before_it_seems_dead_there(tmp_path: pathlib.Path) -> None:
-    async with running(tmp_path) as first, running(tmp_path) as second:
+@pytest.mark.parametrize("stretch", [1, 2])
+async def test_an_agent_leaves_a_silent_coordinator_before_it_seems_dead_there(
+    tmp_path: pathlib.Path, stretch: int
+) -> None:
+    options = {"heartbeats_a_s_max": 5.0 / stretch}  # one agent each 0.2 s
+    async with running(tmp_path, **options) as first, running(tmp_path) as second:
         await second.stop()
         relay = Relay(first.address)
         async with relay as address, MembershipWatch(first.address, first.token) as watch:
             agent = first.agent("a", target=f"{address},{second.address}")
             ref = await agent.session.start()
+            assert agent.session.heartbeat_s == 0.2 * stretch
             await second.start()
             await until(lambda: [member.ref for member in watch.membership.members] == [ref], "the agent at the first")
             async with MembershipWatch(second.address, first.token) as other:

@@ -42,6 +42,21 @@ def test_a_promise_counts_up_to_what_was_told(pace: Pace, promised_ms: int, long
     assert 1.0 <= pace.stretch_of(promised_ms, longest=longest) <= longest
 
 
+@given(paces, st.integers(0, 1 << 20))
+def test_who_lost_only_its_own_connection_is_back_before_its_silence_means_death(pace: Pace, agents: int) -> None:
+    told = pace.told(pace.stretch(agents), agents)
+    dead_s, heartbeat_s = told.dead_after_ms / 1e3, told.heartbeat_ms / 1e3
+    first_s, again_s = told.returns_s(has_other=False)
+    assert told.patience_s(has_other=False) >= dead_s
+    assert heartbeat_s + first_s < dead_s or first_s == 0
+    assert first_s <= again_s
+    first_s, again_s = told.returns_s(has_other=True)
+    patience_s = told.patience_s(has_other=True)
+    assert patience_s >= 2 * heartbeat_s
+    assert patience_s + first_s < dead_s or first_s == 0
+    assert first_s == again_s
+
+
 def test_few_agents_have_the_configured_durations() -> None:
     assert PACE.told(PACE.stretch(4), 4).heartbeat_ms == 1000
     assert PACE.told(PACE.stretch(2000), 2000).dead_after_ms == 3000

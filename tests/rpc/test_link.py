@@ -69,6 +69,21 @@ def test_waits_double_jittered_up_to_their_bound_and_start_again() -> None:
     assert backoff.next_s() <= 0.1
 
 
+def test_all_who_wait_spread_over_the_time_that_they_were_told() -> None:
+    backoff = ReconnectBackoff(random.Random(1), first_s=0.1, max_s=1.0)
+    backoff.spread(2.0, 10.0)
+    waits = []
+    for _ in range(200):
+        backoff.reset()
+        waits.append((backoff.next_s(), backoff.next_s()))
+    for told_s, found in zip((2.0, 10.0), zip(*waits, strict=True), strict=True):
+        assert min(found) < 0.1 * told_s < 0.9 * told_s < max(found) <= told_s
+    backoff.spread(0.0, 0.15)
+    backoff.reset()
+    assert 0.05 <= backoff.next_s() <= 0.1, "as without"
+    assert 0.1 <= backoff.next_s() <= 0.2
+
+
 @pytest.mark.parametrize("token", [b"with space", b"\n", b"\xff"])
 def test_a_token_no_header_can_carry_is_refused(token: bytes) -> None:
     with pytest.raises(errors.InvalidArgumentError):
