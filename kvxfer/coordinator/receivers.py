@@ -32,6 +32,8 @@ class StreamState:
         self.subject = subject
         """Whose session it is; of a watcher it is nobody's."""
         self.wake = asyncio.Event()
+        self.urgent = asyncio.Event()
+        """There is more to say than what changed."""
         self.writing = asyncio.Lock()
         """Held while a message is on its way."""
         self.drain_reason: str | None = None
@@ -60,6 +62,11 @@ class StreamState:
     def close(self, error: KvxferError) -> None:
         """Have the stream end with ``error``; the first one counts."""
         self.close_error = self.close_error or error
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Have the stream say at once what there is to say."""
+        self.urgent.set()
         self.wake.set()
 
 

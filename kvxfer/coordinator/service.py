@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
-from kvxfer.clock import Clock
+from kvxfer.clock import NS_PER_S, Clock
 from kvxfer.config import CoordinatorConfig
 from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
@@ -62,6 +62,8 @@ HELLO_S = 5.0
 PUSH_GAP_S = 0.02
 """Shortest time between two updates to one receiver; what changes meanwhile goes together."""
 
+PUSHES_A_S = 2000.0
+"""Updates to all agents in a second, but for one to each agent in half a heartbeat interval."""
 ASKED_A_S = 1000.0
 """Names a second that one agent can ask for: its next message is read that much later."""
 
@@ -133,7 +135,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._is_stopping = True
         for receiver in self._receivers:
             receiver.is_stopping = True
-            receiver.wake.set()
+            receiver.hurry()
 
     def end_revoked(self) -> None:
         """End the streams whose callers are revoked by now, and the incarnations of those that are agents."""
@@ -382,6 +384,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         while True:
             async with receiver.writing:
                 receiver.wake.clear()
+                receiver.urgent.clear()
                 if receiver.close_error is not None:
                     raise receiver.close_error
                 if receiver.drain_reason is not None:
@@ -391,8 +394,19 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                 if receiver.is_stopping:
                     await context.write(pb.CoordinatorMessage(stopping=pb.Stopping()))
                     return
+            pushed_ns = self._clock.now_ns()
             await asyncio.sleep(PUSH_GAP_S)
             await receiver.wake.wait()
+            left_s = self._gap_s() - (self._clock.now_ns() - pushed_ns) / NS_PER_S
+            if left_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await receiver.urgent.wait()
+
+    def _gap_s(self) -> float:
+        """Between two updates to one agent. All that come back one by one, and are named by all, would else cost the
+        square of their number."""
+        return min(len(self._receivers.sessions) / PUSHES_A_S, self._directory.pace.heartbeat_ms / 2e3)
 
     async def _push_to_watcher(self, context: Any, receiver: StreamState) -> None:
         """As :meth:`_push_to_agent`, and at least once in each heartbeat interval, since a watcher says nothing."""
@@ -446,7 +460,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                 case OrderDrain(stream, reason):
                     if (receiver := self._receivers.sessions.get(stream)) is not None:
                         receiver.drain_reason = reason
-                        receiver.wake.set()
+                        receiver.hurry()
         self._keeper.changed(effects)
         self._receivers.wake()
 

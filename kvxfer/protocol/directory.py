@@ -42,6 +42,9 @@ no member ends for silence, since the agent may be elsewhere, and this coordinat
 
 An event that the table does not list for a state is a ProtocolError. The diagram in docs/control-plane.md is made
 from the table.
+
+A coordinator that is short of processor time reads heartbeats late. So where too many are late at once, none ends for
+silence (``SelfDoubt``).
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ from kvxfer.protocol.membership import (
     Registration,
     next_state,
 )
-from kvxfer.protocol.pace import SETTLING_MAX, Pace, ToldPace
+from kvxfer.protocol.pace import SETTLING_MAX, Pace, SelfDoubt, ToldPace
 from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
 
 __all__ = [
@@ -114,6 +117,7 @@ class Directory:
         self._judged_ns = self._returned_ns = 0
         """Awake time of the last judgement, and of the last incarnation that came back to a coordinator that did not
         have its stream."""
+        self._doubt = SelfDoubt()
         self._limits = limits
         self._liveness: Liveness[str] = Liveness(limits, now_ns)
         self._log = ChangeLog(epoch, first_revision, gone_max)
@@ -158,8 +162,7 @@ class Directory:
         return self._told
 
     def _stretch(self, agents: int) -> float:
-        stretch = self._pace.stretch(agents)
-        self._longest_stretch = max(self._longest_stretch, stretch)
+        self._longest_stretch = max(self._longest_stretch, stretch := self._pace.stretch(agents))
         return stretch
 
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
@@ -254,19 +257,16 @@ class Directory:
         if stretch > 1.0 and awake_ns - self._judged_ns < self._limits.gap_max_ns / 2 * stretch:
             return ()
         self._judged_ns = awake_ns
-        for agent_id, entry in list(self._entries.items()):
-            if entry.state is MemberState.ELSEWHERE:
-                continue
-            match self._liveness.light(agent_id, now_ns):
-                case Light.YELLOW:
-                    self._step(entry, MemberEvent.LATE)
-                case Light.RED:
-                    if self._is_current and self._settled:
-                        effects += self._end(entry, MemberEvent.LOST)
-                    else:
-                        self._step(entry, MemberEvent.LATE)
-                case Light.GREEN:
-                    pass
+        own = (name for name, entry in self._entries.items() if entry.state is not MemberState.ELSEWHERE)
+        lights = {name: self._liveness.light(name, now_ns) for name in own}
+        late = {name: light for name, light in lights.items() if light is not Light.GREEN}
+        is_held = self._doubt.holds(len(late), len(lights), awake_ns, self._limits.dead_after_ns * stretch)
+        for agent_id, light in late.items():
+            entry = self._entries[agent_id]
+            if light is Light.RED and self._is_current and self._settled and not is_held:
+                effects += self._end(entry, MemberEvent.LOST)
+            else:
+                self._step(entry, MemberEvent.LATE)
         return tuple(effects)
 
     def _has_waited(self, awake_ns: int, stretch: float) -> bool:

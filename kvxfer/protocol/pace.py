@@ -23,8 +23,25 @@ RETURNS_A_S = 500.0
 """How many registrations a second a coordinator asks for, when all its agents come back."""
 SETTLING_MAX = 20
 """After so many times ``dead_after`` a restarted coordinator waits no longer, even if agents still come back."""
+LATE_MIN, LATE_SHARE = 32, 1 / 8
+"""If more agents than either are late at the same time, it is more likely that the coordinator is."""
 DURATION_MAX_S = 3600.0
 """No duration that is told is longer."""
+
+
+class SelfDoubt:
+    """Whether so many agents are late at once that their silence says nothing of each; not for ever."""
+
+    def __init__(self) -> None:
+        self._since_ns: int | None = None
+
+    def holds(self, late: int, agents: int, awake_ns: int, dead_after_ns: float) -> bool:
+        """Whether none of the ``agents`` is to end for silence at ``awake_ns``, when so many are ``late``."""
+        if late <= max(LATE_MIN, agents * LATE_SHARE):
+            self._since_ns = None
+        elif self._since_ns is None:
+            self._since_ns = awake_ns
+        return self._since_ns is not None and awake_ns - self._since_ns < SETTLING_MAX * dead_after_ns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.protocol.directory import Directory
-from kvxfer.protocol.pace import DURATION_MAX_S, Pace
+from kvxfer.protocol.directory import Directory, IncarnationEnded
+from kvxfer.protocol.pace import DURATION_MAX_S, SETTLING_MAX, Pace
 from kvxfer.types import Load
-from tests.support.directory import LIMITS, MS, hello
+from tests.support.directory import DEAD_NS, LIMITS, MS, hello
 
 PACE = Pace(1.0, 3.0, 2000.0)
 paces = st.builds(
@@ -138,3 +138,33 @@ def test_a_restarted_coordinator_ends_nobody_while_agents_still_come_back() -> N
         now_ns += 250 * MS
         directory.tick(now_ns)
     assert directory.is_settled
+
+
+@pytest.mark.parametrize(("agents", "silent", "is_held"), [(3, 3, False), (40, 20, False), (100, 40, True)])
+def test_a_coordinator_to_which_many_are_silent_at_once_doubts_itself(agents: int, silent: int, is_held: bool) -> None:
+    directory = Directory(LIMITS, 0, epoch=bytes(16))
+    streams = [
+        directory.register(hello(f"b{n}", n.to_bytes(16, "big")), fresh_number=n, now_ns=0).stream
+        for n in range(1, agents + 1)
+    ]
+    now_ns = 0
+
+    def run(duration_ns: int, speaking: list[int]) -> int:
+        nonlocal now_ns
+        found, end_ns = 0, now_ns + duration_ns
+        while now_ns < end_ns:
+            now_ns += 250 * MS
+            for stream in speaking:
+                directory.heartbeat(stream, Load(), is_draining=False, now_ns=now_ns)
+            found += sum(isinstance(effect, IncarnationEnded) for effect in directory.tick(now_ns))
+        return found
+
+    assert run(DEAD_NS, streams) == 0
+    assert directory.is_settled
+    lost = run(5 * DEAD_NS, streams[silent:])
+    assert lost == (0 if is_held else silent)
+    assert directory.statistics().members["suspect"] == silent - lost
+    if is_held:
+        assert run(DEAD_NS, streams) == 0, "they speak again"
+        assert directory.statistics().members["suspect"] == 0
+        assert run((SETTLING_MAX + 2) * DEAD_NS, streams[silent:]) == silent, "not for ever"
