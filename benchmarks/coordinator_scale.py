@@ -6,7 +6,7 @@ agents join; heartbeats alone for SECONDS; the same with the watchers, which hea
 the coordinator is killed, starts anew with nothing, and all agents come back at once. Exit code 1 where one agent was
 declared gone, did not come back, or the bar of processor time is missed.
 
-    benchmarks/coordinator_scale.py [--agents 10000] [--seconds 60] [--watchers 2] [--herds 1] [--json FILE]
+    benchmarks/coordinator_scale.py [--agents 10000] [--seconds 60] [--watchers 2] [--herds 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="of heartbeats that are measured, twice")
-    parser.add_argument("--herds", type=int, default=1, help="processes that the agents are in")
+    parser.add_argument("--herds", type=int, default=2, help="processes that the agents are in")
     parser.add_argument("--peers", type=int, default=4, help="how many others each agent asks for")
     parser.add_argument("--bar-us", type=float, default=BAR_US)
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the coordinator, --flag=--x=y")

@@ -69,6 +69,7 @@ from kvxfer.protocol.membership import (
     OrderDrain,
     Registration,
     next_state,
+    told_fields,
 )
 from kvxfer.protocol.pace import SETTLING_MAX, Pace, SelfDoubt, ToldPace
 from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
@@ -117,13 +118,11 @@ class Directory:
         self._judged_ns = self._returned_ns = 0
         """Awake time of the last judgement, and of the last incarnation that came back to a coordinator that did not
         have its stream."""
-        self._doubt = SelfDoubt()
-        self._limits = limits
+        self._limits, self._doubt = limits, SelfDoubt()
         self._liveness: Liveness[str] = Liveness(limits, now_ns)
         self._log = ChangeLog(epoch, first_revision, gone_max)
         self._entries = self._log.entries
-        self._settled = False
-        self._is_current = True
+        self._settled, self._is_current = False, True
         self._members_max = members_max
         self._speakers: dict[int, str] = {}
         """The agent id for which each stream speaks."""
@@ -254,6 +253,8 @@ class Directory:
         if not self._settled and self._has_waited(awake_ns, stretch):
             self._settled = True
             self._log.step()
+            if self._returned_ns:  # that many came back may have cut off some of them again
+                self._begin_anew(now_ns, MemberState.ELSEWHERE, MemberState.ORPHAN)
         if stretch > 1.0 and awake_ns - self._judged_ns < self._limits.gap_max_ns / 2 * stretch:
             return ()
         self._judged_ns = awake_ns
@@ -288,9 +289,13 @@ class Directory:
         self._is_current = is_current
         self._log.step()
         if is_current:
-            for agent_id, entry in self._entries.items():
-                if entry.state is not MemberState.ELSEWHERE:
-                    self._give_grace(agent_id, now_ns)
+            self._begin_anew(now_ns, MemberState.ELSEWHERE)
+
+    def _begin_anew(self, now_ns: int, *but: MemberState) -> None:
+        """Count the silence of all from now on, but of those in some states."""
+        for agent_id, entry in self._entries.items():
+            if entry.state not in but:
+                self._give_grace(agent_id, now_ns)
 
     def told(self, member: Member, sessions: int, *, is_judged: bool, now_ns: int) -> tuple[Effect, ...]:
         """What another coordinator wrote of a member. ``is_judged``: that coordinator is there, and holds its stream.
@@ -326,7 +331,7 @@ class Directory:
         if is_judged or entry.state is not MemberState.ORPHAN:
             self._liveness.forget(agent_id)
             self._step(entry, MemberEvent.MOVED)
-        self._replace(entry, **{**_fields(member), "load": entry.member.load})
+        self._replace(entry, **{**told_fields(member), "load": entry.member.load})
         return (*effects, *(() if is_judged else self.orphan(agent_id, now_ns=now_ns)))
 
     def set_load(self, ref: AgentRef, load: Load) -> None:
@@ -493,8 +498,3 @@ class Directory:
             del self._speakers[entry.stream]
             effects.append(CloseStream(entry.stream, f"this incarnation of the agent ended: {event.value}"))
         return effects
-
-
-def _fields(member: Member) -> dict[str, object]:
-    """What one coordinator tells another of a member, by field."""
-    return {name: getattr(member, name) for name in ("info", "address", "pools", "is_suspect", "is_draining")}

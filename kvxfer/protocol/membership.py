@@ -95,6 +95,11 @@ def next_state(state: MemberState, event: MemberEvent) -> MemberState:
     return after
 
 
+def told_fields(member: Member) -> dict[str, object]:
+    """What one coordinator tells another of a member, by field."""
+    return {name: getattr(member, name) for name in ("info", "address", "pools", "is_suspect", "is_draining")}
+
+
 NO_LOAD = Load()
 
 

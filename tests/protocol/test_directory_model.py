@@ -223,7 +223,11 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             }
             silence = {name: self.now_ns - incarnation.beat_ns for name, incarnation in self.incarnations.items()}
             waited_ns = self.now_ns - (self.started_ns if self.returned_ns is None else self.returned_ns)
+            was_settled = self.is_settled
             self.is_settled |= waited_ns >= DEAD_NS or self.now_ns - self.started_ns >= SETTLING_MAX * DEAD_NS
+            if self.is_settled and not was_settled and self.returned_ns not in (None, self.started_ns):
+                for name, incarnation in self.incarnations.items():
+                    incarnation.beat_ns, silence[name] = self.now_ns, 0
             assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS and self.is_settled}
             for name in lost:
                 self.ended(name)

@@ -168,3 +168,21 @@ def test_a_coordinator_to_which_many_are_silent_at_once_doubts_itself(agents: in
         assert run(DEAD_NS, streams) == 0, "they speak again"
         assert directory.statistics().members["suspect"] == 0
         assert run((SETTLING_MAX + 2) * DEAD_NS, streams[silent:]) == silent, "not for ever"
+
+
+def test_who_was_cut_off_again_while_all_came_back_has_time_to_return() -> None:
+    directory = Directory(LIMITS, 0, epoch=bytes(16))
+    now_ns = 250 * MS
+    streams = [
+        directory.register(hello(f"b{n}", n.to_bytes(16, "big"), n), fresh_number=None, now_ns=now_ns).stream
+        for n in (1, 2)
+    ]
+    directory.stream_ended(streams[0], now_ns=now_ns)
+    settled_ns = 0
+    while not (ended := directory.tick(now_ns)):
+        now_ns += 250 * MS
+        directory.heartbeat(streams[1], Load(), is_draining=False, now_ns=now_ns)
+        settled_ns = settled_ns or now_ns * directory.is_settled
+    assert settled_ns >= DEAD_NS
+    assert now_ns - settled_ns >= DEAD_NS - 250 * MS
+    assert len(ended) == 1
