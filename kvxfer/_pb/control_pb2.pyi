@@ -220,7 +220,7 @@ class AgentMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., update_pools: _Optional[_Union[UpdatePools, _Mapping]] = ..., deregister: _Optional[_Union[Deregister, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining", "sessions", "known")
+    __slots__ = ("protocol_version", "info", "address", "pools", "incarnation", "load", "is_draining", "sessions", "known", "return_within_ms")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class Register(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     info: WorkerInfo
     address: DataAddress
@@ -239,7 +240,8 @@ class Register(_message.Message):
     is_draining: bool
     sessions: int
     known: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., sessions: _Optional[int] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
+    return_within_ms: int
+    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., address: _Optional[_Union[DataAddress, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolRecord, _Mapping]]] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: bool = ..., sessions: _Optional[int] = ..., known: _Optional[_Iterable[str]] = ..., return_within_ms: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "is_draining", "next_within_ms")

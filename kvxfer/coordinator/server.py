@@ -75,9 +75,9 @@ async def serve(
     files = _tls_files(options)
     revoked = RevokedList(options.revoked_file)
     gate = Gate(files.newest.identity.cluster if files is not None else "", revoked, metrics)
-    directory = make_directory(options, clock.now_ns(), first_revision=started_us)
     lease_s = options.dead_after_s + LEASE_BEYOND_S
     store = store or make_store(options.store, started_us, lease_s=lease_s, files=_store_files(options))
+    directory = make_directory(options, clock.now_ns(), first_revision=started_us, is_shared=store.is_shared)
     keeper = StoreKeeper(directory, store, clock)
     root = session_root(token)
     receivers = Receivers(directory, options.whole_view_max)
@@ -96,7 +96,8 @@ async def serve(
     )
     peers = PeerWatches(keeper, token, files)
     acquaintances = Acquaintances(directory, receivers, keeper.address_of, token, files)
-    receivers.on_elsewhere = acquaintances.add
+    if store.is_shared:
+        receivers.on_elsewhere = acquaintances.add
     health = Health("kvxfer.v1.Coordinator")
 
     def add_services(server: grpc.aio.Server) -> None:
@@ -145,8 +146,8 @@ async def serve(
             await asyncio.to_thread(exposition.close)
 
 
-def make_directory(options: CoordinatorOptions, now_ns: int, *, first_revision: int) -> Directory:
-    """The membership machine for these options, with a fresh epoch.
+def make_directory(options: CoordinatorOptions, now_ns: int, *, first_revision: int, is_shared: bool) -> Directory:
+    """The membership machine for these options, with a fresh epoch. ``is_shared``: other coordinators share the store.
 
     A gap in our own running counts for half a heartbeat.
     """
@@ -161,6 +162,7 @@ def make_directory(options: CoordinatorOptions, now_ns: int, *, first_revision: 
         epoch=secrets.token_bytes(16),
         first_revision=first_revision,
         members_max=options.members_max,
+        is_shared=is_shared,
         pace=Pace(options.heartbeat_s, options.dead_after_s, options.heartbeats_a_s_max),
     )
 

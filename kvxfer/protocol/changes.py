@@ -47,6 +47,8 @@ class ChangeLog:
         """The last revision in which something changed besides loads, and whether members are suspect or draining."""
         self.entries: collections.OrderedDict[str, Entry] = collections.OrderedDict()
         """By agent id, least recently changed first."""
+        self._loaded: collections.OrderedDict[str, Entry] = collections.OrderedDict()
+        """Those whose load ever changed, by agent id, the last change last."""
         self._gone: collections.deque[tuple[int, AgentRef]] = collections.deque(maxlen=gone_max)
         self._gone_since = first_revision
         """The log of ended incarnations is complete from this revision on; an older receiver needs a whole snapshot."""
@@ -70,11 +72,15 @@ class ChangeLog:
         """Only the load of an entry changed."""
         self.revision += 1
         entry.load_revision = self.revision
+        agent_id = _id(entry)
+        self._loaded[agent_id] = entry
+        self._loaded.move_to_end(agent_id)
 
     def remove(self, entry: Entry) -> None:
         """The incarnation ended."""
         ref = entry.member.ref
         del self.entries[ref.agent_id]
+        self._loaded.pop(ref.agent_id, None)
         revision = self.step()
         if len(self._gone) == self._gone.maxlen:
             self._gone_since = self._gone[0][0]
@@ -104,9 +110,8 @@ class ChangeLog:
         newer = self._newer(revision, names)
         changed = [entry.member for entry in newer if with_judgement or entry.contact_revision > revision]
         if with_load:
-            changed += [
-                entry.member for entry in self.entries.values() if entry.revision <= revision < entry.load_revision
-            ]
+            loaded = itertools.takewhile(lambda entry: entry.load_revision > revision, reversed(self._loaded.values()))
+            changed += [entry.member for entry in loaded if entry.revision <= revision]
         for name in fresh:
             entry = self.entries.get(name)
             if entry is not None and max(entry.revision * with_judgement, entry.contact_revision) <= revision:
@@ -120,6 +125,10 @@ class ChangeLog:
         return {_id(entry) for entry in newer if entry.contact_revision > revision} | {
             ref.agent_id for ref in self._gone_after(revision)
         }
+
+    def knows_end_of(self, ref: AgentRef) -> bool:
+        """Whether an incarnation ended here, as far as the log goes back."""
+        return any(ref == ended for _, ended in self._gone)
 
     def _newer(self, revision: int, names: Collection[str] | None) -> Iterator[Entry]:
         """What changed, by whichever is the shorter way: all changes, or all names."""

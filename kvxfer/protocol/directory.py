@@ -25,8 +25,8 @@ the lower one is refused.
 
 An incarnation that was declared gone may return with its pair, for instance after a partition, or to a restarted
 coordinator that never heard of it; the directory of a restarted coordinator is empty and simply believes. That is safe,
-because ``gone`` ends what peers had granted to that incarnation, not its name. For ``dead_after`` after its start a
-coordinator is not *settled*: receivers must not conclude anything from an absence.
+because ``gone`` ends what peers had granted to that incarnation, not its name. After its start a coordinator is not
+*settled* for a while (``protocol/settling.py``): receivers must not conclude anything from an absence.
 
 What receivers get is state, never an edge: :meth:`Directory.change_since` says what a receiver at a revision lacks. A
 receiver that is new, or too far behind for the bounded log of ended incarnations, gets a whole snapshot and finds the
@@ -71,7 +71,8 @@ from kvxfer.protocol.membership import (
     next_state,
     told_fields,
 )
-from kvxfer.protocol.pace import SETTLING_MAX, Pace, SelfDoubt, ToldPace
+from kvxfer.protocol.pace import CoordinatorPace, Pace, SelfDoubt, ToldPace
+from kvxfer.protocol.settling import Settling
 from kvxfer.types import AgentRef, Incarnation, Load, Member, PoolRecord
 
 __all__ = [
@@ -106,23 +107,21 @@ class Directory:
         first_revision: int = 0,
         members_max: int = 4096,
         gone_max: int = 4096,
+        is_shared: bool = False,
         pace: Pace | None = None,
     ) -> None:
         """``epoch``: 16 random bytes that name this run of the coordinator. ``gone_max`` bounds the log of ended
-        incarnations. Without ``pace`` all durations are those of ``limits``, however many agents there are.
-        """
-        self._pace = pace or Pace(limits.suspect_after_ns / 2e9, limits.dead_after_ns / 1e9)
-        self._told, self._told_agents = self._pace.told(1.0, 0), 0
-        self._longest_stretch = 1.0
-        """The greatest that was told, or that grace was given by."""
-        self._judged_ns = self._returned_ns = 0
-        """Awake time of the last judgement, and of the last incarnation that came back to a coordinator that did not
-        have its stream."""
+        incarnations. ``is_shared``: other coordinators tell of members too. Without ``pace`` all durations are those of
+        ``limits``, however many agents there are."""
+        pace = pace or Pace(limits.suspect_after_ns / 2e9, limits.dead_after_ns / 1e9)
+        self._pace = CoordinatorPace(pace, members_max)
+        self._judged_ns = 0
+        """Awake time of the last judgement."""
         self._limits, self._doubt = limits, SelfDoubt()
         self._liveness: Liveness[str] = Liveness(limits, now_ns)
         self._log = ChangeLog(epoch, first_revision, gone_max)
         self._entries = self._log.entries
-        self._settled, self._is_current = False, True
+        self._settling, self._is_current = Settling(is_alone=not is_shared), True
         self._members_max = members_max
         self._speakers: dict[int, str] = {}
         """The agent id for which each stream speaks."""
@@ -149,20 +148,13 @@ class Directory:
 
     @property
     def is_settled(self) -> bool:
-        """Whether absence means something: ``dead_after`` has passed since the start, and the view is current."""
-        return self._settled and self._is_current
+        """Whether absence means something: all that come back are back, and the view is current."""
+        return self._settling.is_settled and self._is_current
 
     @property
     def pace(self) -> ToldPace:
         """What an agent is to be told now. It may promise that from now on."""
-        agents = len(self._speakers)
-        if agents != self._told_agents:
-            self._told, self._told_agents = self._pace.told(self._stretch(agents), agents), agents
-        return self._told
-
-    def _stretch(self, agents: int) -> float:
-        self._longest_stretch = max(self._longest_stretch, stretch := self._pace.stretch(agents))
-        return stretch
+        return self._pace.told(len(self._speakers))
 
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
         """Admit an incarnation, or the same incarnation again. ``fresh_number`` is what an incarnation without a number
@@ -186,9 +178,9 @@ class Directory:
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
         entry = Entry(member, MemberState.LIVE, None, 0, 0, hello.sessions)
         self._entries[agent_id] = entry
-        stream = self._open_stream(entry, now_ns)
         if hello.number:
-            self._returned_ns = self._liveness.observe(now_ns)
+            self._came_back(hello, now_ns, is_known=current is not None or self._log.knows_end_of(ref))
+        stream = self._open_stream(entry, now_ns)
         return Registration(ref, stream, is_return=hello.number != 0, pace=self.pace, effects=tuple(effects))
 
     def heartbeat(
@@ -200,7 +192,7 @@ class Directory:
         Draining never goes back. Raises RefusedError on a stream that speaks for no agent.
         """
         member = (entry := self._entry_of(stream)).member
-        stretch = self._pace.stretch_of(promised_ms, longest=self._longest_stretch)
+        stretch = self._pace.stretch_of(promised_ms)
         self._liveness.beat(member.ref.agent_id, now_ns, stretch)
         if member.load != load:
             self._log.touch_load(entry)
@@ -215,7 +207,7 @@ class Directory:
         """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for no
         agent."""
         entry = self._entry_of(stream)
-        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._longest_stretch)
+        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._pace.longest_stretch)
         self._step(entry, MemberEvent.BEAT, pools=pools)
         return ()
 
@@ -231,6 +223,7 @@ class Directory:
         if agent_id is not None:
             entry = self._entries[agent_id]
             entry.stream = None
+            self._liveness.stretch(agent_id, self._pace.stretch_of_absent(len(self._entries)))
             self._step(entry, MemberEvent.CUT)
         return ()
 
@@ -249,11 +242,13 @@ class Directory:
         """Let time pass: judge which members are late and which are lost. Call a few times per heartbeat."""
         effects: list[Effect] = []
         awake_ns = self._liveness.observe(now_ns)
-        stretch = self._stretch(len(self._speakers))
-        if not self._settled and self._has_waited(awake_ns, stretch):
-            self._settled = True
+        stretch = self._pace.stretch(len(self._speakers))
+        dead_after_ns = self._limits.dead_after_ns
+        quiet_ns = max(dead_after_ns, self._pace.returns_ns)
+        if self._settling.wait(awake_ns, dead_after_ns=dead_after_ns * stretch, quiet_ns=quiet_ns):
+            self._pace.expect_no_more()
             self._log.step()
-            if self._returned_ns:  # that many came back may have cut off some of them again
+            if self._settling.saw_returns:  # that many came back may have cut off some of them again
                 self._begin_anew(now_ns, MemberState.ELSEWHERE, MemberState.ORPHAN)
         if stretch > 1.0 and awake_ns - self._judged_ns < self._limits.gap_max_ns / 2 * stretch:
             return ()
@@ -261,25 +256,21 @@ class Directory:
         own = (name for name, entry in self._entries.items() if entry.state is not MemberState.ELSEWHERE)
         lights = {name: self._liveness.light(name, now_ns) for name in own}
         late = {name: light for name, light in lights.items() if light is not Light.GREEN}
-        is_held = self._doubt.holds(len(late), len(lights), awake_ns, self._limits.dead_after_ns * stretch)
+        is_held = self._doubt.holds(len(late), len(lights), awake_ns, dead_after_ns * stretch)
+        if self._doubt.has_ended:  # those that are not heard yet have time to be
+            for agent_id in late:
+                self._give_grace(agent_id, now_ns)
         for agent_id, light in late.items():
             entry = self._entries[agent_id]
-            if light is Light.RED and self._is_current and self._settled and not is_held:
+            if light is Light.RED and self.is_settled and not (is_held or self._doubt.has_ended):
                 effects += self._end(entry, MemberEvent.LOST)
-            else:
+            elif next_state(entry.state, MemberEvent.LATE) is not entry.state:
                 self._step(entry, MemberEvent.LATE)
         return tuple(effects)
 
-    def _has_waited(self, awake_ns: int, stretch: float) -> bool:
-        """Whether all that come back to a coordinator that was restarted had the time to: ``dead_after``, as long as it
-        is for those that are there, and ``dead_after`` after the last one that came, but not for ever."""
-        dead_after_ns = self._limits.dead_after_ns
-        is_quiet = self._returned_ns == 0 or awake_ns - self._returned_ns >= dead_after_ns
-        return awake_ns >= dead_after_ns * stretch * (1 if is_quiet else SETTLING_MAX)
-
     def _give_grace(self, agent_id: str, now_ns: int) -> None:
         """Judge a member without a heartbeat anew from now on, by what it may have been told elsewhere."""
-        self._liveness.beat(agent_id, now_ns, self._stretch(len(self._entries)))
+        self._liveness.beat(agent_id, now_ns, self._pace.stretch_of_absent(len(self._entries)))
 
     def set_current(self, is_current: bool, *, now_ns: int) -> None:
         """Say whether what :meth:`told` gave is all that other coordinators wrote. Silence counts anew once it is."""
@@ -408,8 +399,7 @@ class Directory:
         return DirectoryStatistics(self.revision, self.is_settled, counts)
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in self.statistics().members.items())
-        return f"<Directory revision {self.revision}: {counts}>"
+        return f"<Directory revision {self.revision}: {self.statistics().members}>"
 
     def _return(self, entry: Entry, hello: Hello, now_ns: int) -> Registration:
         """A known incarnation comes back on a new stream. Where its number is 0, it repeats its first Hello, because
@@ -423,7 +413,7 @@ class Directory:
             raise RefusedError(f"agent {ref.agent_id!r} has begun another session since this one")
         effects: list[Effect] = []
         if entry.state in (MemberState.ORPHAN, MemberState.ELSEWHERE):
-            self._returned_ns = self._liveness.observe(now_ns)
+            self._came_back(hello, now_ns, is_known=True)
         if entry.stream is not None:
             del self._speakers[entry.stream]
             effects.append(CloseStream(entry.stream, "a newer stream speaks for this agent"))
@@ -457,12 +447,19 @@ class Directory:
             )
         return self._end(current, MemberEvent.REPLACED)
 
+    def _came_back(self, hello: Hello, now_ns: int, *, is_known: bool) -> None:
+        """An incarnation came whose stream this coordinator did not have."""
+        if self._settling.returned(self._liveness.observe(now_ns), is_known=is_known):
+            self._log.step()
+        if not self._settling.is_settled:
+            self._pace.expect(hello.return_within_ms)
+
     def _open_stream(self, entry: Entry, now_ns: int) -> int:
         """Give an incarnation a new stream, which counts as a heartbeat."""
         self._streams += 1
         entry.stream = self._streams
         self._speakers[entry.stream] = entry.member.ref.agent_id
-        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._stretch(len(self._speakers)))
+        self._liveness.beat(entry.member.ref.agent_id, now_ns, self._pace.stretch(len(self._speakers)))
         self._log.touch(entry)
         return entry.stream
 

@@ -80,6 +80,12 @@ class Liveness(Generic[Key]):
         unknown key becomes known."""
         self._seen[key] = (self._clock.observe(now_ns), stretch)
 
+    def stretch(self, key: Key, stretch: float) -> None:
+        """A known ``key`` may take at least ``stretch`` times as long for its next heartbeat as the limits say. Raises
+        KeyError for an unknown one."""
+        seen_ns, before = self._seen[key]
+        self._seen[key] = (seen_ns, max(before, stretch))
+
     def forget(self, key: Key) -> None:
         """``key`` is not watched any more; harmless if it never was."""
         self._seen.pop(key, None)

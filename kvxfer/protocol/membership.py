@@ -118,6 +118,8 @@ class Hello:
     """How many sessions this incarnation began, this one included; 0 where it does not count."""
     known: tuple[str, ...] = ()
     """The agents in its view, and those that it asked for."""
+    return_within_ms: int = 0
+    """As it was told last (``pace.ToldPace``); 0 where it never was."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ import math
 
 from kvxfer.errors import InvalidArgumentError
 
-RETURNS_A_S = 500.0
-"""How many registrations a second a coordinator asks for, when all its agents come back."""
-SETTLING_MAX = 20
-"""After so many times ``dead_after`` a restarted coordinator waits no longer, even if agents still come back."""
+RETURNS_A_S = 250.0
+"""How many registrations a second a coordinator asks for, when all its agents come back: half of what a core takes."""
+DOUBT_MAX = 20
+"""After so many times ``dead_after`` a coordinator doubts itself no longer."""
 LATE_MIN, LATE_SHARE = 32, 1 / 8
 """If more agents than either are late at the same time, it is more likely that the coordinator is."""
 DURATION_MAX_S = 3600.0
@@ -34,20 +34,24 @@ class SelfDoubt:
 
     def __init__(self) -> None:
         self._since_ns: int | None = None
+        self.has_ended = False
+        """Whether it ended at the last judgement, because most of the agents were heard again."""
 
     def holds(self, late: int, agents: int, awake_ns: int, dead_after_ns: float) -> bool:
         """Whether none of the ``agents`` is to end for silence at ``awake_ns``, when so many are ``late``."""
-        if late <= max(LATE_MIN, agents * LATE_SHARE):
+        is_many = late > max(LATE_MIN, agents * LATE_SHARE)
+        self.has_ended = self._since_ns is not None and not is_many
+        if not is_many:
             self._since_ns = None
         elif self._since_ns is None:
             self._since_ns = awake_ns
-        return self._since_ns is not None and awake_ns - self._since_ns < SETTLING_MAX * dead_after_ns
+        return self._since_ns is not None and awake_ns - self._since_ns < DOUBT_MAX * dead_after_ns
 
 
 @dataclasses.dataclass(frozen=True)
 class ToldPace:
     """What one agent was told, in milliseconds: how often it is to give a heartbeat, after which silence it counts as
-    dead, and over how long it spreads its return after a loss."""
+    dead, and over how long it spreads each attempt to come back after a loss."""
 
     heartbeat_ms: int
     dead_after_ms: int
@@ -58,18 +62,6 @@ class ToldPace:
         the time in which this one takes a silent agent for dead, so that a cut between the two finds the agent
         elsewhere and does not end it."""
         return max(self.dead_after_ms / (2 if has_other else 1), 2 * self.heartbeat_ms) / 1e3
-
-    def returns_s(self, *, has_other: bool) -> tuple[float, float]:
-        """Over how long the agent spreads its first attempt to come back, and the later ones, in seconds.
-
-        The first one comes before silence means death, however late the loss was noticed. A coordinator that is lost
-        for all of its agents does not answer that one, and waits for them when it is there again; where there is
-        another one, the agent is to be there in time.
-        """
-        unheard_s = self.patience_s(has_other=True) if has_other else self.heartbeat_ms / 1e3
-        again_s = self.return_within_ms / 1e3
-        first_s = min(again_s, max(0.0, self.dead_after_ms / 1e3 - unheard_s) / 2)
-        return first_s, first_s if has_other else again_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +91,69 @@ class Pace:
             return longest
         return min(max(1.0, promised_ms / 1e3 / self.heartbeat_s), longest)
 
+    def more_for_return(self, agents: int) -> float:
+        """By how much the stretch grows for an agent without a connection, so that ``dead_after`` and the time over
+        which so many ``agents`` spread their return both pass before it counts as dead."""
+        return min(agents / RETURNS_A_S, DURATION_MAX_S) / self.dead_after_s
+
     def told(self, stretch: float, agents: int) -> ToldPace:
         """What an agent is told while there are so many ``agents``."""
         dead_after_ms = round(self.dead_after_s * stretch * 1e3)
         return ToldPace(
             round(self.heartbeat_s * stretch * 1e3),
             dead_after_ms,
-            min(round(agents / RETURNS_A_S * 1e3), dead_after_ms * 2 // 3),
+            min(round(agents / RETURNS_A_S * 1e3), round(DURATION_MAX_S * 1e3)),
         )
+
+
+class CoordinatorPace:
+    """What one coordinator tells its agents now.
+
+    A restarted coordinator has few agents at first, and would tell them short durations just when all of them come
+    back, and it is slow. So each agent that comes back says what it was told, and until the coordinator has settled, it
+    tells durations for that many.
+    """
+
+    def __init__(self, pace: Pace, agents_max: int) -> None:
+        """It expects at most ``agents_max`` agents, whatever they say."""
+        self._pace = pace
+        self._agents_max = agents_max
+        self._expected = 0
+        self._told, self._told_agents = pace.told(1.0, 0), 0
+        self.longest_stretch = 1.0
+        """The greatest that was told, or that grace was given by."""
+
+    def expect(self, return_within_ms: int) -> None:
+        """An agent came back that was told that duration by a coordinator before."""
+        self._expected = max(self._expected, min(round(return_within_ms / 1e3 * RETURNS_A_S), self._agents_max))
+
+    def expect_no_more(self) -> None:
+        """All that will come back are back."""
+        self._expected = 0
+
+    @property
+    def returns_ns(self) -> float:
+        """Over how long those that are expected spread."""
+        return self._expected / RETURNS_A_S * 1e9
+
+    def stretch(self, agents: int) -> float:
+        """By how much durations grow now."""
+        stretch = self._pace.stretch(max(agents, self._expected))
+        self.longest_stretch = max(self.longest_stretch, stretch)
+        return stretch
+
+    def stretch_of_absent(self, agents: int) -> float:
+        """The stretch by which one of ``agents`` is judged that has no connection, and waits for its turn to come
+        back."""
+        return self.stretch(agents) + self._pace.more_for_return(max(agents, self._expected))
+
+    def stretch_of(self, promised_ms: int) -> float:
+        """As :meth:`Pace.stretch_of`."""
+        return self._pace.stretch_of(promised_ms, longest=self.longest_stretch)
+
+    def told(self, agents: int) -> ToldPace:
+        """What an agent is to be told now, of so many ``agents``."""
+        agents = max(agents, self._expected)
+        if agents != self._told_agents:
+            self._told, self._told_agents = self._pace.told(self.stretch(agents), agents), agents
+        return self._told

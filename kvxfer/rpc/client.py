@@ -288,10 +288,11 @@ class CoordinatorSession:
             self._is_draining,
             self._attempts,
             self._known(),
+            self._pace.return_within_ms,
         )
         self._pools_changed = False
         self._asks.clear()
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(self._answer_s()):
             with contextlib.suppress(asyncio.InvalidStateError):
                 await call.write(pb.AgentMessage(register=convert.write_hello(hello)))
             message = await call.read()
@@ -333,12 +334,17 @@ class CoordinatorSession:
         if pace.heartbeat_ms < self._pace.heartbeat_ms:
             self._wake.set()
         self._pace = pace
-        self._backoff.spread(*pace.returns_s(has_other=len(self._targets) > 1))
+        self._backoff.spread(pace.return_within_ms / 1e3)
 
     def _patience_s(self, *, is_first: bool) -> float:
         """How long the coordinator may be silent, as it was told last. The first view may take the whole time in which
         silence means death: the coordinator may ask its store for it."""
         return self._pace.patience_s(has_other=len(self._targets) > 1 and not is_first)
+
+    def _answer_s(self) -> float:
+        """How long a registration may take. A coordinator to which all agents come back is slow, and one that gives up
+        and comes again makes it slower; where there is another one, that one may be faster."""
+        return CONNECT_S if len(self._targets) > 1 else max(CONNECT_S, self._pace.patience_s(has_other=False))
 
     async def _send(self, call: Any) -> None:
         wait_s = self._pace.heartbeat_ms / 1e3 * self._source.random()  # those that came together do not stay together

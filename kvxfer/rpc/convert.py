@@ -317,6 +317,7 @@ def read_hello(message: pb.Register) -> Hello:
         message.is_draining,
         _count("sessions", message.sessions),
         read_names(message.known),
+        _count("return_within_ms", message.return_within_ms, maximum=DURATION_MAX_MS),
     )
 
 
@@ -378,6 +379,7 @@ def write_hello(value: Hello) -> pb.Register:
             incarnation=pb.Incarnation(number=value.number, boot_nonce=value.boot_nonce),
             sessions=value.sessions,
             known=value.known,
+            return_within_ms=value.return_within_ms,
         )
 
     return _checked(build, read_hello)
@@ -407,6 +409,16 @@ def read_leg_keys(message: pb.Welcome | pb.MembershipUpdate) -> tuple[bytes, ...
     return tuple(_raw("leg_keys", key, 32) for key in message.leg_keys)
 
 
+def _differ_in_load(before: Member, after: Member) -> bool:
+    """Whether two members are the same but for the load, as is seen at once: most changes are of that kind."""
+    return (
+        before.info is after.info
+        and before.address is after.address
+        and before.pools is after.pools
+        and (before.ref, before.is_suspect, before.is_draining) == (after.ref, after.is_suspect, after.is_draining)
+    )
+
+
 class MemberMessages:
     """The newest message of each member, which many receivers are sent."""
 
@@ -416,10 +428,15 @@ class MemberMessages:
     def of(self, member: Member) -> pb.Member:
         """Without a session key, and not to be changed."""
         agent_id = member.ref.agent_id
-        newest = self._newest.get(agent_id)
-        if newest is None or newest[0] is not member:
-            self._newest[agent_id] = newest = (member, write_member(member, b""))
-        return newest[1]
+        before, message = self._newest.get(agent_id, (None, None))
+        if before is member and message is not None:
+            return message
+        if before is not None and message is not None and _differ_in_load(before, member):
+            message.load.CopyFrom(write_load(member.load))
+        else:
+            message = write_member(member, b"")
+        self._newest[agent_id] = (member, message)
+        return message
 
     def forget(self, agent_id: str) -> None:
         self._newest.pop(agent_id, None)

@@ -40,7 +40,9 @@ Argument = TypeVar("Argument")
 
 ChannelOptions = Sequence[tuple[str, Any]]
 
-KEEPALIVE_MS = 5_000
+KEEPALIVE_MS = 20_000
+"""Longer than the interval of heartbeats is told to be, or each of them would cost a ping more. What falls silent in a
+stream is noticed by that stream; this is for connections without one, and for those of an end that is gone."""
 PINGS_APART_MIN_MS = 100
 """The coordinator counts a ping that comes sooner than this after the last one, with no data between them. At the third
 it closes the connection (``too_many_pings``). gRPC's default is five minutes, and our clients ping more often."""
@@ -219,19 +221,18 @@ class ReconnectBackoff:
         self._first_s = first_s
         self._max_s = max_s
         self._next_s = first_s
-        self._spread_first_s = self._spread_s = 0.0
+        self._spread_s = 0.0
 
-    def spread(self, first_s: float, again_s: float) -> None:
-        """From now on a wait that would be shorter is drawn between 0 and ``first_s`` instead, and each one after the
-        first between 0 and ``again_s``, so that all who wait spread over that time."""
-        self._spread_first_s, self._spread_s = first_s, again_s
+    def spread(self, spread_s: float) -> None:
+        """From now on a wait that would be shorter is drawn between 0 and ``spread_s`` instead, so that all who wait
+        spread over that time."""
+        self._spread_s = spread_s
 
     def next_s(self) -> float:
         whole_s = self._next_s
         self._next_s = min(whole_s * 2, self._max_s)
-        spread_s = self._spread_first_s if whole_s == self._first_s else self._spread_s
-        if spread_s > whole_s:
-            return spread_s * self._source.random()
+        if self._spread_s > whole_s:
+            return self._spread_s * self._source.random()
         return whole_s * (0.5 + 0.5 * self._source.random())
 
     def reset(self) -> None:

@@ -44,7 +44,7 @@ class Site:
 
     def __init__(self, name: str, whole_view_max: int) -> None:
         self.name = name
-        self.directory = Directory(LIMITS, 0, epoch=name.encode() * 16)
+        self.directory = Directory(LIMITS, 0, epoch=name.encode() * 16, is_shared=True)
         self.now_ns = 0
         while not self.directory.is_settled:
             self.now_ns += 100 * MS

@@ -15,11 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvxfer.errors import OverloadedError, RefusedError
 from kvxfer.protocol.directory import NO_LOAD, Change, Directory, IncarnationEnded
 from kvxfer.protocol.mirror import Mirror
-from kvxfer.protocol.pace import SETTLING_MAX
+from kvxfer.protocol.pace import RETURNS_A_S
+from kvxfer.protocol.settling import RESTART_MAX_NS, SETTLING_MAX
 from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
 from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
 
 AGENTS = ("a", "b", "c")
+GONE_MAX = 3
 
 
 @dataclasses.dataclass
@@ -34,6 +36,7 @@ class ModelIncarnation:
     is_draining: bool = False
     load: Load = NO_LOAD
     pools: tuple[PoolRecord, ...] = ()
+    stretch: float = 1.0
 
 
 class Receiver:
@@ -94,7 +97,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         for agent_id in list(self.incarnations):
             self.ended(agent_id)
         self.epoch += 1
-        self.started_ns = self.now_ns
+        self.started_ns = self.waiting_ns = self.now_ns
+        self.ends: collections.deque[tuple[str, bytes, int]] = collections.deque(maxlen=GONE_MAX)
         self.returned_ns: int | None = None
         self.is_settled = False
         self.directory = Directory(
@@ -103,7 +107,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             epoch=bytes([self.epoch % 256]) * 16,
             first_revision=self.counter,
             members_max=2,
-            gone_max=3,
+            gone_max=GONE_MAX,
         )
         self.streams = []
         for receiver in self.receivers:
@@ -112,6 +116,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
     def ended(self, agent_id: str) -> None:
         incarnation = self.incarnations.pop(agent_id)
         self.deaths[AgentRef(agent_id, Incarnation(incarnation.number, incarnation.nonce))] += 1
+        self.ends.append((agent_id, incarnation.nonce, incarnation.number))
 
     @rule(agent_id=st.sampled_from(AGENTS), nonce=st.sampled_from(NONCES))
     def register_fresh(self, agent_id: str, nonce: bytes) -> None:
@@ -142,6 +147,9 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         registration = self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
         if number and not is_same:
             self.returned_ns = self.now_ns
+            is_known = current is not None or (agent_id, nonce, number) in self.ends
+            if not is_known and self.is_settled and self.now_ns - self.started_ns <= RESTART_MAX_NS:
+                self.is_settled, self.waiting_ns = False, self.now_ns
         got = registration.ref.incarnation.number
         assert got == (current.number if is_same and current else number or self.counter)
         incarnation = ModelIncarnation(nonce, got, registration.stream, self.now_ns)
@@ -168,6 +176,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         assert self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns) == ()
         incarnation = self.incarnations[name]
         incarnation.beat_ns, incarnation.is_suspect, incarnation.load = self.now_ns, False, load
+        incarnation.stretch = 1.0
         incarnation.is_draining |= drains
 
     @precondition(lambda self: self.streams)
@@ -182,6 +191,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         self.directory.update_pools(stream, pools, now_ns=self.now_ns)
         incarnation = self.incarnations[name]
         incarnation.beat_ns, incarnation.is_suspect, incarnation.pools = self.now_ns, False, pools
+        incarnation.stretch = 1.0
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -190,6 +200,11 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         self.directory.stream_ended(stream, now_ns=self.now_ns)
         if name := self.speaker(stream):
             self.incarnations[name].stream = None
+            self.incarnations[name].stretch = max(self.incarnations[name].stretch, self.of_absent())
+
+    def of_absent(self) -> float:
+        """The stretch by which one without a connection is judged."""
+        return 1.0 + len(self.incarnations) / RETURNS_A_S * 1e9 / DEAD_NS
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -222,17 +237,20 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
                 if isinstance(effect, IncarnationEnded)
             }
             silence = {name: self.now_ns - incarnation.beat_ns for name, incarnation in self.incarnations.items()}
-            waited_ns = self.now_ns - (self.started_ns if self.returned_ns is None else self.returned_ns)
+            is_quiet = self.returned_ns is None or self.now_ns - self.returned_ns >= DEAD_NS
             was_settled = self.is_settled
-            self.is_settled |= waited_ns >= DEAD_NS or self.now_ns - self.started_ns >= SETTLING_MAX * DEAD_NS
-            if self.is_settled and not was_settled and self.returned_ns not in (None, self.started_ns):
+            self.is_settled |= self.now_ns - self.waiting_ns >= DEAD_NS * (1 if is_quiet else SETTLING_MAX)
+            if self.is_settled and not was_settled and self.returned_ns is not None:
                 for name, incarnation in self.incarnations.items():
                     incarnation.beat_ns, silence[name] = self.now_ns, 0
-            assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS and self.is_settled}
+                    incarnation.stretch = self.of_absent()
+            dead_ns = {name: DEAD_NS * incarnation.stretch for name, incarnation in self.incarnations.items()}
+            assert lost == {name for name, age_ns in silence.items() if age_ns >= dead_ns[name] and self.is_settled}
             for name in lost:
                 self.ended(name)
             for name, incarnation in self.incarnations.items():
-                incarnation.is_suspect |= silence[name] >= SUSPECT_NS and incarnation.stream is not None
+                is_late = silence[name] >= SUSPECT_NS * incarnation.stretch
+                incarnation.is_suspect |= is_late and incarnation.stream is not None
 
     @rule()
     def restart_coordinator(self) -> None:

@@ -59,7 +59,19 @@ addresses = st.builds(DataAddress, hosts, st.integers(0, 65535), paths, texts, l
 loads = st.builds(Load, counts, counts, counts, counts, counts)
 urls = st.sampled_from(["", "http://127.0.0.1:1", "https://[2001:db8::7]:8000/", "http://decode-0.svc:65535"])
 infos = st.builds(WorkerInfo, agent_ids, st.sampled_from(Role), texts, urls, counts, small, texts)
-hellos = st.builds(Hello, infos, addresses, nonces, st.integers(0, convert.NUMBER_MAX), pools, loads, st.booleans())
+hellos = st.builds(
+    Hello,
+    infos,
+    addresses,
+    nonces,
+    st.integers(0, convert.NUMBER_MAX),
+    pools,
+    loads,
+    st.booleans(),
+    counts,
+    st.lists(agent_ids, max_size=3).map(tuple),
+    st.integers(0, convert.DURATION_MAX_MS),
+)
 members = st.builds(
     lambda ref, info, *rest: Member(ref, dataclasses.replace(info, agent_id=ref.agent_id), *rest),
     refs,
@@ -76,6 +88,19 @@ members = st.builds(
 def test_a_hello_survives_the_wire(hello: Hello) -> None:
     raw = convert.write_hello(hello).SerializeToString()
     assert convert.read_hello(pb.Register.FromString(raw)) == hello
+
+
+@given(members, st.lists(st.one_of(loads, members), max_size=5))
+def test_a_kept_message_is_that_of_the_newest_member(first: Member, changes: list[Load | Member]) -> None:
+    messages, member = convert.MemberMessages(), first
+    for change in changes:
+        if isinstance(change, Load):
+            member = dataclasses.replace(member, load=change)
+        else:  # the same agent, in every way another
+            info = dataclasses.replace(change.info, agent_id=first.ref.agent_id)
+            member = dataclasses.replace(change, ref=dataclasses.replace(first.ref), info=info)
+        assert messages.of(member) == convert.write_member(member, b"")
+        assert messages.of(member) == convert.write_member(member, b"")
 
 
 @given(st.lists(members, max_size=5), st.lists(refs, max_size=3), st.booleans(), st.booleans())
