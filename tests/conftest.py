@@ -64,7 +64,14 @@ PLACES = {
 takes longer than its neighbours is marked ``deep`` or ``nightly`` where it stands."""
 
 
+REPEATS = (ROOT / "tests/nightly.txt").read_text().splitlines()
+"""The beginnings of the ids of tests that last seconds and repeat a neighbour that runs for each change: with another
+lane, engine or direction. They run every night."""
+
+
 def tier_of(item: pytest.Item) -> str:
+    if item.nodeid.startswith(tuple(REPEATS)):
+        return "nightly"
     for tier in TIERS:
         if item.get_closest_marker(tier) is not None:
             return tier
