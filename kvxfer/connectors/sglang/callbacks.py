@@ -7,10 +7,22 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 log = logging.getLogger("kvxfer.sglang")
+
+
+class NumberedRoom(Protocol):
+    @property
+    def number(self) -> int: ...
+
+
+def _call_of(
+    room: NumberedRoom, rooms: Mapping[int, NumberedRoom], callback: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    if rooms.get(room.number) is room:
+        callback(room.number, *arguments)
 
 
 class Callbacks:
@@ -28,6 +40,13 @@ class Callbacks:
         self._due.append((callback, arguments))
         if not self._is_closed:
             self._call_soon(self.run)
+
+    def tell_of(
+        self, room: NumberedRoom, rooms: Mapping[int, NumberedRoom], callback: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Call it soon with the room's number, unless the room is not among ``rooms`` any more by then: the number may
+        be another room's."""
+        self.tell(_call_of, room, rooms, callback, arguments)
 
     def run(self) -> None:
         """Call those that are due. One that raises is logged."""

@@ -426,12 +426,12 @@ class DestinationRooms:
             self._settle(entry)
             for leg in entry.legs.values():
                 self._say(leg.agent_id, AllReceived(entry.transfer_id))
-            self._tell(entry, self._on_done, entry.number)
+            self._tell(entry, self._on_done)
         elif entry.error is not None and not entry.filling:
             self._settle(entry)
             if self._draining.get(entry.number) is entry:
                 del self._draining[entry.number]
-            self._tell(entry, self._on_failed, entry.number, entry.error.code, str(entry.error))
+            self._tell(entry, self._on_failed, entry.error.code, str(entry.error))
 
     def _settle(self, entry: DestinationRoom) -> None:
         """The room is over and drained: take its pages from the ledger, and report the outcome."""
@@ -445,7 +445,7 @@ class DestinationRooms:
     def _tell(self, entry: DestinationRoom, callback: Callable[..., None], *arguments: object) -> None:
         if not entry.is_told:
             entry.is_told = True
-            self._callbacks.tell(callback, *arguments)
+            self._callbacks.tell_of(entry, self._rooms, callback, *arguments)
 
     def _fail(self, entry: DestinationRoom, error: KvxferError, *, teller: PeerLeg | None = None) -> None:
         """From any thread, under the lock. Cancel running transfers; tell the sources except ``teller``."""

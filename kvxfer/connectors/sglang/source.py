@@ -427,7 +427,7 @@ class SourceRooms:
         self._strike(made)
         if not made.has_begun:
             self._tell_begun(made)
-        self._callbacks.tell(self._on_done, made.number)
+        self._callbacks.tell_of(made, self._rooms, self._on_done)
         self._callbacks.tell(self._on_over, made.number, COMMITTED)
 
     def _strike(self, made: SourceRoom) -> None:
@@ -458,7 +458,7 @@ class SourceRooms:
                 self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))
             self._call_soon(self._decline, self._id(leg, END_PART))
         if is_told:
-            self._callbacks.tell(self._on_failed, made.number, error.code, str(error))
+            self._callbacks.tell_of(made, self._rooms, self._on_failed, error.code, str(error))
         self._callbacks.tell(self._on_over, made.number, error.code)
 
     def _decline(self, transfer_id: TransferId) -> None:
