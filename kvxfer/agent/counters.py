@@ -63,7 +63,7 @@ class AgentCounters:
     def remember(self, transport: Transport) -> None:
         """Keep the last counts of a transport that is about to close."""
         with contextlib.suppress(KvxferError):
-            self._last = AgentStatistics.of(str(transport.ref), transport.counts()).closed()
+            self._last = AgentStatistics.of(str(transport.ref), transport.counts(), transport.wire_counts()).closed()
 
     def statistics(
         self,
@@ -77,7 +77,7 @@ class AgentCounters:
         held = self._last
         if transport is not None:
             with contextlib.suppress(KvxferError):
-                held = AgentStatistics.of(str(transport.ref), transport.counts())
+                held = AgentStatistics.of(str(transport.ref), transport.counts(), transport.wire_counts())
         return dataclasses.replace(
             held,
             pulls=dataclasses.replace(held.pulls, unknown=held.pulls.unknown + searching),

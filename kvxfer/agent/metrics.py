@@ -110,6 +110,14 @@ class _StatisticsCollector(Collector):
         sessions.add_metric(("opening",), now.sessions.opening)
         yield sessions
         yield CounterMetricFamily("kvxfer_sessions_refused", "Sessions that never came up", value=now.sessions.refused)
+        tcp = GaugeMetricFamily("kvxfer_sessions_tcp", "Sessions over TCP that are up", labels=("encrypted",))
+        tcp.add_metric(("yes",), now.wire.sessions_encrypted)
+        tcp.add_metric(("no",), now.wire.sessions_tcp - now.wire.sessions_encrypted)
+        yield tcp
+        what = "Encrypted sessions that ended because a record was not the peer's"
+        yield CounterMetricFamily("kvxfer_tls_failures", what, value=now.wire.tls_failures)
+        what = "Reads that were thrown away because their bytes did not match the source's checksums"
+        yield CounterMetricFamily("kvxfer_checksum_failures", what, value=now.wire.checksum_failures)
         verdicts = CounterMetricFamily("kvxfer_verdicts", "Verdicts given as a source, by outcome", labels=("outcome",))
         verdicts.add_metric(("ok",), now.grants.verdicts_ok)
         verdicts.add_metric(("refused",), now.grants.verdicts_refused)

@@ -10,6 +10,7 @@ from typing import Any
 from kvxfer._native import _core
 from kvxfer.agent.notifications import NotificationStatistics
 from kvxfer.policy.calibration import LaneFigure
+from kvxfer.transport.counts import WireCounts
 from kvxfer.types import GrantState, Lane
 
 
@@ -136,6 +137,7 @@ class AgentStatistics:
     lanes: Mapping[str, Mapping[Lane, LaneFigure]] = dataclasses.field(default_factory=dict)
     quarantines: tuple[Quarantine, ...] = ()
     sessions: SessionStatistics = SessionStatistics()
+    wire: WireCounts = dataclasses.field(default_factory=WireCounts)
     notifications: NotificationStatistics = dataclasses.field(
         default_factory=lambda: NotificationStatistics(sent=0, delivered=0, failed=0, received=0, dropped=0, pending=0)
     )
@@ -143,8 +145,8 @@ class AgentStatistics:
     is_coordinator_connected: bool | None = None
 
     @classmethod
-    def of(cls, agent: str, counts: _core.EndpointCounts) -> AgentStatistics:
-        """What the machines hold and decided; the rest is empty."""
+    def of(cls, agent: str, counts: _core.EndpointCounts, wire: WireCounts) -> AgentStatistics:
+        """What the machines hold and decided, and what the sockets carry; the rest is empty."""
         return cls(
             agent=agent,
             pools=tuple(PoolUsage.of(pool) for pool in counts.pools),
@@ -154,6 +156,7 @@ class AgentStatistics:
             transfers_live=counts.transfers_live,
             transfers_draining=counts.transfers_draining,
             sessions=SessionStatistics(counts.sessions_up, counts.sessions_opening),
+            wire=wire,
             peers=counts.peers,
         )
 
@@ -170,7 +173,8 @@ class AgentStatistics:
             requests_refused=now.requests_refused,
         )
         pools = tuple(PoolUsage(pool.pool_id, pool.blocks, 0, 0, 0) for pool in self.pools)
-        return AgentStatistics(self.agent, pools=pools, grants=grants)
+        wire = dataclasses.replace(self.wire, sessions_tcp=0, sessions_encrypted=0)
+        return AgentStatistics(self.agent, pools=pools, grants=grants, wire=wire)
 
     @property
     def is_idle(self) -> bool:

@@ -19,6 +19,7 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgumentError, LaneUnavailableError
+from kvxfer.transport.counts import WireCounts
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
     AgentRef,
@@ -313,6 +314,10 @@ class Transport(Protocol):
 
     def counts(self) -> _core.EndpointCounts:
         """The machines' current objects, and the grants and verdicts so far."""
+        ...
+
+    def wire_counts(self) -> WireCounts:
+        """What the sockets carry, and what was wrong on them so far."""
         ...
 
     def close(self) -> None:

@@ -1,14 +1,34 @@
 """Two questions about the machines' counts, which the native core defines (``EndpointCounts``): whether an agent has
-anything under way, and what that is in words. Decides nothing.
+anything under way, and what that is in words; and what is told of its sockets. Decides nothing.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from kvxfer._native import _core
 
 _LIVE = ("transfers_live", "transfers_draining", "pulls_unknown", "pulls_queued", "pulls_granted")
 _KNOWN = ("sessions_up", "sessions_opening", "peers", "notifications_pending")
 _GRANTS = ("alive", "unread", "expected", "waiting_pulls")
+
+
+@dataclasses.dataclass(frozen=True)
+class WireCounts:
+    """What the sockets of an agent carry, and what was wrong on them."""
+
+    sessions_tcp: int = 0
+    """Sessions over TCP that are up."""
+    sessions_encrypted: int = 0
+    """Those of them that are encrypted."""
+    tls_failures: int = 0
+    """Encrypted sessions that were up, and ended because a record was not the peer's."""
+    checksum_failures: int = 0
+    """Reads thrown away because their bytes did not match the source's checksums."""
+
+    @classmethod
+    def of(cls, counts: _core.CoreStatistics) -> WireCounts:
+        return cls(counts.sessions_tcp, counts.sessions_tls, counts.tls_failures, counts.checksum_failures)
 
 
 def is_idle(counts: _core.EndpointCounts) -> bool:

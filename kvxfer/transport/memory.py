@@ -31,6 +31,7 @@ from kvxfer.transport.base import (
     read_ref,
     write_ref,
 )
+from kvxfer.transport.counts import WireCounts
 from kvxfer.transport.memory_bytes import BlockMemory, Memories, RegionMemory
 from kvxfer.transport.network import MemoryNetwork, Passage
 from kvxfer.types import (
@@ -329,6 +330,9 @@ class MemoryTransport:
     def counts(self) -> _core.EndpointCounts:
         with self._open() as endpoint:
             return endpoint.counts()
+
+    def wire_counts(self) -> WireCounts:
+        return WireCounts()
 
     def close(self) -> None:
         with self._network.lock:

@@ -41,6 +41,7 @@ from kvxfer.transport.base import (
     limits_from,
     write_ref,
 )
+from kvxfer.transport.counts import WireCounts
 from kvxfer.transport.encryption import session_encryption
 from kvxfer.transport.socket_place import SocketPlace, find_socket_place
 from kvxfer.types import (
@@ -359,6 +360,9 @@ class NativeTransport:
 
     def counts(self) -> _core.EndpointCounts:
         return self.core.counts()
+
+    def wire_counts(self) -> WireCounts:
+        return WireCounts.of(self.core.statistics())
 
     def close(self) -> None:
         if not self._is_closed:

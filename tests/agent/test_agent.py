@@ -295,6 +295,26 @@ async def test_statistics_and_metrics_agree(source: Agent, destination: Agent) -
     assert "kvxfer_notifications_total" in text
 
 
+@pytest.mark.parametrize("mode", [EncryptMode.ALWAYS, EncryptMode.NEVER])
+async def test_metrics_say_which_sessions_are_encrypted(mode: EncryptMode) -> None:
+    config = AgentConfig(lanes=(Lane.STREAM,), encrypt=mode)
+    async with Agent(info("source"), config=config) as source, Agent(info("destination"), config=config) as destination:
+        for agent in (source, destination):
+            agent.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES)
+        introduce(source, destination)
+        transfer_id = fresh_id()
+        source.grant(source.pools[0], [1], transfer_id=transfer_id, ready_blocks=1)
+        result = await destination.pull(destination.pools[0], [2], transfer_id=transfer_id, source="source")
+        assert result.lane is Lane.STREAM
+        told = {"yes": 0.0, "no": 0.0} | {"yes" if mode is EncryptMode.ALWAYS else "no": 1.0}
+        for agent in (source, destination):
+            lines = generate_latest(agent.registry).decode().splitlines()
+            for encrypted, count in told.items():
+                assert f'kvxfer_sessions_tcp{{encrypted="{encrypted}"}} {count}' in lines
+            assert "kvxfer_tls_failures_total 0.0" in lines
+            assert "kvxfer_checksum_failures_total 0.0" in lines
+
+
 async def test_a_given_registry_can_be_used_again() -> None:
     registry = CollectorRegistry()
     for _ in range(2):
