@@ -174,9 +174,15 @@ def test_every_place_in_the_table_of_tiers_exists(pytestconfig: pytest.Config) -
     conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     assert conftest is not None
     assert conftest.PLACES["tests/"] in conftest.TIERS, "what the table does not name has a tier too"
-    for place, tier in conftest.PLACES.items():
-        assert (ROOT / place.partition("::")[0]).exists(), place
-        assert tier in conftest.TIERS
+    assert set(conftest.PLACES.values()) <= set(conftest.TIERS)
+    assert sorted(conftest.REPEATS) == conftest.REPEATS
+    for place in (*conftest.PLACES, *conftest.REPEATS):
+        path, _, test = place.partition("::")
+        assert (ROOT / path).exists(), place
+        if test:
+            name = re.escape(test.partition("[")[0])
+            begin = rf"^(async def |def )?{name}"
+            assert re.search(begin, (ROOT / path).read_text(), re.MULTILINE), place
 
 
 @pytest.mark.nightly
