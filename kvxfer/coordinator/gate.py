@@ -26,7 +26,7 @@ from kvxfer.trust.revoked import RevokedList
 
 audit = logging.getLogger("kvxfer.audit")
 
-_CERTIFICATE, _URI = "x509_pem_cert", "peer_uri"
+_CERTIFICATE, _URI, _RESUMED = "x509_pem_cert", "peer_uri", "ssl_session_reused"
 """Keys of gRPC's authentication context."""
 
 
@@ -52,7 +52,8 @@ class Gate:
 
     def identify(self, context: Any, call: ControlCall) -> Caller:
         """The caller behind gRPC's ``context``. Raises AuthenticationError for a certificate of another cluster, of no
-        identity, or that is revoked."""
+        identity, or that is revoked, and for a resumed TLS session: its certificate was judged once, and may have ended
+        since. gRPC offers no way to resume none."""
         peer = str(context.peer())
         if not self._cluster:
             return Caller(None, "", peer)
@@ -86,6 +87,8 @@ class Gate:
         self._log(str(caller), caller.peer, call, subject, error.code, str(error))
 
     def _certified(self, shown: Any, peer: str) -> Caller:
+        if shown.get(_RESUMED) != [b"false"]:
+            raise AuthenticationError("this TLS session was resumed, and shows its certificate no more: connect anew")
         try:
             identity = identity_among(value.decode("ascii", "replace") for value in shown.get(_URI, ()))
             certificate = next(iter(shown.get(_CERTIFICATE, ())), b"")

@@ -86,6 +86,8 @@ class Receivers:
         """The sessions that have each name."""
         self._of: dict[str, StreamState] = {}
         """The newest session of each agent."""
+        self.absent: dict[str, tuple[Caller, Subject]] = {}
+        """Whose the last session was of each member that had one here and has none now."""
         self._revision = directory.revision
         """The last revision for which watchers were woken."""
         self._contact_revision = directory.contact_revision
@@ -107,13 +109,25 @@ class Receivers:
         """A registered agent's stream. ``known``: the members in the agent's view, and those that it asked for."""
         agent_id = state.agent_id
         self.sessions[stream] = self._of[agent_id] = state
+        self.absent.pop(agent_id, None)
         for name in (agent_id, *known, *(other.agent_id for other in self._naming.get(agent_id, ()))):
             self._introduce(state, name)
 
+    def retire(self, stream: int, error: KvxferError) -> None:
+        """A stream speaks for its agent no more and is to end with ``error``: the agent has no session here now."""
+        state = self.sessions.get(stream)
+        if state is not None:
+            state.close(error)
+            if self._of.get(state.agent_id) is state:
+                del self._of[state.agent_id]
+
     def close(self, stream: int) -> None:
+        """A stream has ended."""
         state = self.sessions.pop(stream)
         if self._of.get(state.agent_id) is state:
             del self._of[state.agent_id]
+            if state.agent_id in self._directory:
+                self.absent[state.agent_id] = state.caller, state.subject
         for name in state.names:
             self._forget(name, state)
 
@@ -162,6 +176,8 @@ class Receivers:
                 for state in self.sessions.values():
                     state.wake.set()
             self._wake_naming(changed)
+            for gone in [agent_id for agent_id in changed if agent_id not in self._directory]:
+                self.absent.pop(gone, None)
             self._contact_revision = self._directory.contact_revision
         if self._directory.revision != self._revision:
             self._revision = self._directory.revision

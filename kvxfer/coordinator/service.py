@@ -18,12 +18,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import NS_PER_S, Clock
 from kvxfer.config import CoordinatorConfig
+from kvxfer.coordinator.admission import Admission, read
 from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
@@ -44,8 +44,8 @@ from kvxfer.protocol.directory import (
     CloseStream,
     Directory,
     Effect,
-    Hello,
     IncarnationEnded,
+    MemberEvent,
     OrderDrain,
     Registration,
 )
@@ -57,8 +57,6 @@ from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.coordinator")
 
-HELLO_S = 5.0
-"""How long a new stream may take to register."""
 PUSH_GAP_S = 0.02
 """Shortest time between two updates to one receiver; what changes meanwhile goes together."""
 
@@ -105,8 +103,18 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._clock = clock
         self._metrics = metrics
         self._watchers_max = watchers_max
-        self._hosts = hosts
         self._gate = gate
+        self._admission = Admission(
+            directory,
+            keeper,
+            receivers,
+            gate,
+            hosts,
+            clock,
+            metrics,
+            carry_out=self._carry_out,
+            check_open=self._check_open,
+        )
         self._leg_keys = leg_keys
         self._leg_period = leg_keys.period
         self._receivers = receivers
@@ -138,10 +146,15 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             receiver.hurry()
 
     def end_revoked(self) -> None:
-        """End the streams whose callers are revoked by now, and the incarnations of those that are agents."""
+        """End the streams whose callers are revoked by now, and the incarnations of those that are agents, also of
+        those whose stream was cut."""
         for stream, receiver in list(self._receivers.sessions.items()):
             if self._end_if_revoked(receiver, ControlCall.REGISTER):
-                self._carry_out(self._directory.deregister(stream, now_ns=self._clock.now_ns()))
+                self._admission.withdraw(stream)
+        for agent_id, (caller, subject) in list(self._receivers.absent.items()):
+            if self._revocation(caller, ControlCall.REGISTER, subject) is not None:
+                now_ns = self._clock.now_ns()
+                self._carry_out(self._directory.ended(agent_id, now_ns=now_ns, cause=MemberEvent.LOST))
         for receiver in list(self._receivers.watchers):
             self._end_if_revoked(receiver, ControlCall.WATCH)
 
@@ -158,18 +171,24 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     def _end_if_revoked(self, receiver: StreamState, call: ControlCall) -> bool:
         if receiver.close_error is not None:
             return False
-        try:
-            self._gate.check_revoked(receiver.caller)
-        except AuthenticationError as error:
-            self._gate.ended(receiver.caller, call, receiver.subject, error)
+        error = self._revocation(receiver.caller, call, receiver.subject)
+        if error is not None:
             receiver.close(error)
-            return True
-        return False
+        return error is not None
+
+    def _revocation(self, caller: Caller, call: ControlCall, subject: Subject) -> AuthenticationError | None:
+        """With what a caller is ended that is revoked by now; the audit log has it."""
+        try:
+            self._gate.check_revoked(caller)
+        except AuthenticationError as error:
+            self._gate.ended(caller, call, subject, error)
+            return error
+        return None
 
     async def Session(self, requests: Any, context: Any) -> None:
         try:
             caller = self._gate.identify(context, ControlCall.REGISTER)
-            registration, receiver = await self._register(context, caller)
+            registration, receiver = await self._admission.admit(context, caller)
             try:
                 await self._run_session(context, registration, receiver)
             finally:
@@ -231,53 +250,6 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         if self._closed_for is not None:
             raise self._closed_for
 
-    async def _register(self, context: Any, caller: Caller) -> tuple[Registration, StreamState]:
-        """Admit an agent."""
-        try:
-            async with asyncio.timeout(HELLO_S):
-                message = await _read(context)
-        except TimeoutError:
-            raise ProtocolError(f"no registration within {HELLO_S:g} s") from None
-        if message is EOF or message.WhichOneof("kind") != "register":
-            raise ProtocolError("the first message of a session must register")
-        try:
-            hello = convert.read_hello(message.register)
-            subject = Subject(hello.info.agent_id, hello.info.role, bool(hello.info.http_url))
-            with self._gate.audited(caller, ControlCall.REGISTER, subject):
-                registration = await self._admit(hello, context)
-        except KvxferError as error:
-            self._metrics.registered(error.code)
-            log.warning("refused a registration: %s", error)
-            raise
-        self._metrics.registered("return" if registration.is_return else "new")
-        log.info("%s %s", registration.ref, "is back" if registration.is_return else "registered")
-        receiver = StreamState(caller, subject)
-        self._receivers.open(registration.stream, receiver, hello.known)
-        return registration, receiver
-
-    async def _admit(self, hello: Hello, context: Any) -> Registration:
-        self._hosts.check(hello, context.peer())
-        fresh_number = None
-        if hello.number:
-            await self._keeper.admit_number(hello.number)
-        else:
-            fresh_number = await self._keeper.next_number()
-        self._check_open()
-        registration = self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
-        self._carry_out(registration.effects)
-        if fresh_number is not None:
-            await self._keep(registration)
-        return registration
-
-    async def _keep(self, registration: Registration) -> None:
-        """Have the store know a new incarnation before its agent does. Raises CoordinatorUnavailableError."""
-        try:
-            await self._keeper.keep(registration.ref.agent_id)
-        except BaseException:
-            with contextlib.suppress(RefusedError):  # it moved on meanwhile
-                self._carry_out(self._directory.deregister(registration.stream, now_ns=self._clock.now_ns()))
-            raise
-
     async def _run_session(self, context: Any, registration: Registration, receiver: StreamState) -> None:
         """Both directions of a registered stream, until either ends."""
         welcome = pb.Welcome(
@@ -305,7 +277,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """Feed the agent's messages to the directory, until the agent deregisters or its stream ends. A heartbeat is
         answered at once, unless an update is on its way."""
         while True:
-            message = await _read(context)
+            message = await read(context)
             if message is EOF:
                 return
             now_ns = self._clock.now_ns()
@@ -455,22 +427,13 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     self._metrics.ended(cause.value)
                     log.info("%s is gone: %s", ref, cause.value)
                 case CloseStream(stream, reason):
-                    if (receiver := self._receivers.sessions.get(stream)) is not None:
-                        receiver.close(RefusedError(reason))
+                    self._receivers.retire(stream, RefusedError(reason))
                 case OrderDrain(stream, reason):
                     if (receiver := self._receivers.sessions.get(stream)) is not None:
                         receiver.drain_reason = reason
                         receiver.hurry()
         self._keeper.changed(effects)
         self._receivers.wake()
-
-
-async def _read(context: Any) -> Any:
-    """The next message or EOF; ProtocolError for bytes that are no message."""
-    try:
-        return await context.read()
-    except DecodeError:
-        raise ProtocolError("bytes that are no AgentMessage") from None
 
 
 async def abort(context: Any, error: KvxferError) -> None:

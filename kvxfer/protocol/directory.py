@@ -249,7 +249,7 @@ class Directory:
             self._pace.expect_no_more()
             self._log.step()
             if self._settling.saw_returns:  # that many came back may have cut off some of them again
-                self._begin_anew(now_ns, MemberState.ELSEWHERE, MemberState.ORPHAN)
+                self.begin_anew(now_ns, MemberState.ELSEWHERE, MemberState.ORPHAN)
         if stretch > 1.0 and awake_ns - self._judged_ns < self._limits.gap_max_ns / 2 * stretch:
             return ()
         self._judged_ns = awake_ns
@@ -280,9 +280,9 @@ class Directory:
         self._is_current = is_current
         self._log.step()
         if is_current:
-            self._begin_anew(now_ns, MemberState.ELSEWHERE)
+            self.begin_anew(now_ns, MemberState.ELSEWHERE)
 
-    def _begin_anew(self, now_ns: int, *but: MemberState) -> None:
+    def begin_anew(self, now_ns: int, *but: MemberState) -> None:
         """Count the silence of all from now on, but of those in some states."""
         for agent_id, entry in self._entries.items():
             if entry.state not in but:
@@ -322,7 +322,8 @@ class Directory:
         if is_judged or entry.state is not MemberState.ORPHAN:
             self._liveness.forget(agent_id)
             self._step(entry, MemberEvent.MOVED)
-        self._replace(entry, **{**told_fields(member), "load": entry.member.load})
+        is_draining = member.is_draining or entry.member.is_draining  # an order is never taken back
+        self._replace(entry, **{**told_fields(member), "load": entry.member.load, "is_draining": is_draining})
         return (*effects, *(() if is_judged else self.orphan(agent_id, now_ns=now_ns)))
 
     def set_load(self, ref: AgentRef, load: Load) -> None:
@@ -342,13 +343,14 @@ class Directory:
             self._give_grace(agent_id, now_ns)
         return ()
 
-    def ended(self, agent_id: str, *, now_ns: int) -> tuple[Effect, ...]:
-        """Another coordinator removed a member. Means nothing for one whose stream is here."""
+    def ended(self, agent_id: str, *, now_ns: int, cause: MemberEvent = MemberEvent.ENDED) -> tuple[Effect, ...]:
+        """Another coordinator removed a member or, as LOST, its return is not waited for. Means nothing for one whose
+        stream is here."""
         self._liveness.observe(now_ns)
         entry = self._entries.get(agent_id)
-        if entry is None or MemberEvent.ENDED not in TABLE[entry.state]:
+        if entry is None or entry.stream is not None or cause not in TABLE[entry.state]:
             return ()
-        return tuple(self._end(entry, MemberEvent.ENDED))
+        return tuple(self._end(entry, cause))
 
     def known(self, agent_id: str) -> tuple[Member, int, bool] | None:
         """A member, the sessions it began, and whether this coordinator judges it by a stream that it has or had."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.coordinator.receivers import Receivers, StreamState
+from kvxfer.errors import RefusedError
 from kvxfer.protocol.directory import CloseStream, Directory, Effect
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.types import Member
@@ -55,10 +56,15 @@ class Site:
         self.pairs: set[tuple[str, str]] = set()
 
     def carry_out(self, effects: tuple[Effect, ...]) -> None:
+        retired = []
         for effect in effects:
-            if isinstance(effect, CloseStream) and effect.stream in self.receivers.sessions:
-                self.receivers.close(effect.stream)
+            if isinstance(effect, CloseStream):
+                self.receivers.retire(effect.stream, RefusedError(effect.reason))
+                retired.append(effect.stream)
         self.receivers.wake()
+        for stream in retired:
+            if stream in self.receivers.sessions:
+                self.receivers.close(stream)  # as the stream's own task does, later
 
 
 class SharedWorld:

@@ -169,6 +169,11 @@ class CertifiedAgent:
     def _heard(self, membership: Membership) -> None:
         self.gone += [ref.agent_id for ref in membership.gone]
 
+    def cut(self) -> None:
+        """Vanish as a killed process does: no goodbye."""
+        assert self.session._task is not None
+        self.session._task.cancel()
+
     @property
     def keys(self) -> dict[str, bytes]:
         """By agent: the session keys that the coordinator handed out."""

@@ -7,8 +7,10 @@ import os
 import pathlib
 import shutil
 
+import grpc
 import grpc.aio
 import pytest
+from grpc.experimental.session_cache import ssl_session_cache_lru
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
@@ -124,6 +126,28 @@ async def test_a_revoked_name_loses_its_session_and_its_incarnation(
     assert coordinator.audited(call="register", subject="w1", outcome="unauthenticated")
 
 
+async def test_a_revoked_name_that_has_cut_its_stream_ends_too(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:
+    """It would be waited for else for as long as an honest agent is that comes back: here for a minute."""
+    revoked = tmp_path / "revoked"
+    revoked.write_text("")
+    options = ca.coordinator_options() | {"revoked_file": str(revoked), "dead_after_s": "60"}
+    async with coordinator_process(tmp_path, options) as coordinator:
+        good, bad = (
+            CertifiedAgent(coordinator.address, name, ca.followed(CertRole.WORKER, name)) for name in ("w0", "w1")
+        )
+        await good.session.start()
+        await bad.session.start()
+        await until(lambda: "w1" in good.keys, "the other one")
+        bad.cut()
+        async with MembershipWatch(coordinator.address, b"", tls=ca.followed(CertRole.ROUTER, "r0")) as router:
+            await until(lambda: any(m.is_suspect for m in router.membership.members), "the cut to be noticed")
+            revoked.write_text("kvxfer://default/worker/w1")
+            async with asyncio.timeout(REVOKED_WITHIN_S):
+                await until(lambda: good.gone == ["w1"], "the revoked one to be out")
+        await good.session.close()
+    assert coordinator.audited(call="register", subject="w1", outcome="unauthenticated")
+
+
 async def test_a_revoked_router_loses_its_watch(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:
     revoked = tmp_path / "revoked"
     revoked.write_text("")
@@ -155,6 +179,30 @@ async def test_one_certificate_is_revoked_by_its_fingerprint(tmp_path: pathlib.P
         with pytest.raises(AuthenticationError, match="is revoked"):
             await watch(coordinator.address, old)
         assert await watch(coordinator.address, ca.followed(CertRole.ROUTER, "r0")) == []
+
+
+async def test_a_resumed_session_is_refused(tmp_path: pathlib.Path, ca: ClusterAuthority) -> None:
+    """TLS does not look at a certificate again where a session is resumed, and it may have ended since."""
+    keyed = ca.followed(CertRole.OPERATOR, "o0").newest
+    proof = grpc.ssl_channel_credentials(keyed.ca, keyed.key, keyed.cert)
+    options = (
+        ("grpc.ssl_target_name_override", keyed.identity.coordinator_host),
+        ("grpc.ssl_session_cache", ssl_session_cache_lru(8)),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+
+    def ask(address: str) -> tuple[grpc.StatusCode, str]:
+        with grpc.secure_channel(address, proof, options) as channel, pytest.raises(grpc.RpcError) as caught:
+            control_pb2_grpc.CoordinatorStub(channel).Drain(pb.DrainRequest(agent_id="w0"), timeout=10)
+        return caught.value.code(), caught.value.details()
+
+    async with coordinator_process(tmp_path, ca.coordinator_options()) as coordinator:
+        code, text = await asyncio.to_thread(ask, coordinator.address)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "no member 'w0'" in text
+        code, text = await asyncio.to_thread(ask, coordinator.address)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert "session was resumed" in text
 
 
 @pytest.mark.deep
