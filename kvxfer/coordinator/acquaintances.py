@@ -76,6 +76,11 @@ class Acquaintances:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="kvxfer acquaintances")
 
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """What runs until :meth:`close`; one that ends before is a fault of ours."""
+        return (self._task,) if self._task is not None else ()
+
     async def close(self) -> None:
         tasks = [*self._calls.values(), *([self._task] if self._task else [])]
         for task in tasks:

@@ -23,12 +23,17 @@ NOT_SERVING = pb.HealthResponse.NOT_SERVING
 SERVICE_UNKNOWN = pb.HealthResponse.SERVICE_UNKNOWN
 
 
+WATCHES_MAX = 32
+"""Each takes the place of another call, and asks for no token."""
+
+
 class Health:
     """One status for the whole server (the empty name) and for each named service."""
 
     def __init__(self, *services: str) -> None:
         self._status = dict.fromkeys(("", *services), NOT_SERVING)
         self._changed = asyncio.Event()
+        self._watches = 0
 
     def set_serving(self, is_serving: bool) -> None:
         """Change all names at once and tell the watchers."""
@@ -57,11 +62,17 @@ class Health:
         return pb.HealthResponse(status=status)
 
     async def _watch(self, request: pb.HealthRequest, context: Any) -> AsyncIterator[pb.HealthResponse]:
-        said = None
-        while True:
-            changed = self._changed
-            status = self._status.get(request.service, SERVICE_UNKNOWN)
-            if status != said:
-                said = status
-                yield pb.HealthResponse(status=status)
-            await changed.wait()
+        if self._watches >= WATCHES_MAX:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {WATCHES_MAX} watches; use Check")
+        self._watches += 1
+        try:
+            said = None
+            while True:
+                changed = self._changed
+                status = self._status.get(request.service, SERVICE_UNKNOWN)
+                if status != said:
+                    said = status
+                    yield pb.HealthResponse(status=status)
+                await changed.wait()
+        finally:
+            self._watches -= 1

@@ -40,6 +40,7 @@ class StoreKeeper:
         self._directory = directory
         self._store = store
         self._clock = clock
+        self._address = ""
         self._owners: dict[str, str] = {}
         """The coordinator that wrote the newest record of each agent id that is not ours."""
         self._alive: dict[str, str] = {}
@@ -66,8 +67,19 @@ class StoreKeeper:
 
     @property
     def peers(self) -> dict[str, str]:
-        """The other coordinators that are alive and can be reached: their addresses by name."""
-        return {name: address for name, address in self._alive.items() if address and name != self.owner}
+        """The other coordinators that are alive and can be reached: their addresses by name. One whose address is
+        ours now is dead, though its lease may not be over."""
+        others = {name: address for name, address in self._alive.items() if name != self.owner}
+        return {name: address for name, address in others.items() if address not in ("", self._address)}
+
+    def is_taken(self, address: str) -> bool:
+        """Whether a coordinator that is alive, or this one, is reached at this address."""
+        return address == self._address or address in self._alive.values()
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """What runs until :meth:`close`; one that ends before is a fault of ours."""
+        return tuple(self._tasks)
 
     def address_of(self, agent_id: str) -> str:
         """Where the other coordinator that wrote this member last is reached; empty where there is none."""
@@ -77,6 +89,7 @@ class StoreKeeper:
         """Open the store, and know its members. ``address``: where other coordinators reach this one.
 
         Raises ConfigError for a store that can never be used as it is."""
+        self._address = address
         await self._store.open(self.owner, address)
         if self._store.is_shared:
             self._directory.set_current(False, now_ns=self._clock.now_ns())
@@ -84,6 +97,7 @@ class StoreKeeper:
             now_ns = self._clock.now_ns()
             for record in await self._store.load():
                 self._directory.told(record.member, record.sessions, is_judged=False, now_ns=now_ns)
+            self._directory.begin_anew(now_ns)  # each has the grace of so many
         self._revision = self._directory.revision
         for run in (self._follow, self._write):
             self._tasks.append(asyncio.create_task(run(), name=f"kvxfer store {run.__name__}"))
@@ -216,15 +230,20 @@ class StoreKeeper:
             known = self._directory.known(member.ref.agent_id)
             if known is not None and known[2]:
                 self._to_write.add(member.ref.agent_id)
-        for agent_id, (ref, sessions) in list(self._to_remove.items()):
+        for agent_id, version in list(self._to_remove.items()):
             if self._directory.known(agent_id) is None:
-                await self._store.remove(ref, sessions)
-            self._to_remove.pop(agent_id, None)
+                await self._store.remove(*version)
+            if self._to_remove.get(agent_id) == version:
+                del self._to_remove[agent_id]
         for agent_id in list(self._to_write):
+            self._to_write.discard(agent_id)  # what changes while it is written is to be written again
             record = self._record(agent_id)
-            if record is not None:
-                await self._store.put(record)
-            self._to_write.discard(agent_id)
+            try:
+                if record is not None:
+                    await self._store.put(record)
+            except BaseException:
+                self._to_write.add(agent_id)
+                raise
 
     async def _follow(self) -> None:
         while True:
@@ -266,12 +285,18 @@ class StoreKeeper:
             record.member, record.sessions, is_judged=self._is_there(record.owner), now_ns=now_ns
         )
         known = self._directory.known(record.agent_id)
-        if known is not None and known[2]:
+        if known is None:
+            return effects
+        member, sessions, is_own = known
+        is_same = member.ref == record.member.ref
+        if is_same and member.is_draining and not record.member.is_draining:
+            self.pass_on(record.agent_id)  # the order was not written yet
+        if is_own:
             self._owners.pop(record.agent_id, None)
-            is_older = record.version < (known[0].ref.incarnation.number, known[1])
-            if is_older or (record.owner != self.owner and not known[0].is_suspect):
+            is_older = record.version < (member.ref.incarnation.number, sessions)
+            if is_older or (record.owner != self.owner and not member.is_suspect):
                 self._rewrite_own(record.agent_id)
-        elif known is not None and known[0].ref == record.member.ref:
+        elif is_same:
             self._owners[record.agent_id] = record.owner
         return effects
 

@@ -22,9 +22,17 @@ class PeerWatches:
         self._watches: dict[tuple[str, str], MembershipWatch] = {}
 
     async def reconcile(self) -> None:
-        """Watch those that came, leave those that went; call a few times per heartbeat."""
-        heard = {peer for peer, watch in self._watches.items() if watch.is_connected}
-        wanted = set(self._keeper.peers.items()) | heard
+        """Watch those that came, leave those that went; call a few times per heartbeat.
+
+        One that is not alive by the store, and answers, is cut off from the store and is watched on; unless it is
+        another one that answers at its address: the next process of a coordinator that crashed, or this one.
+        """
+        cut_off = {
+            (name, address)
+            for (name, address), watch in self._watches.items()
+            if watch.is_connected and not self._keeper.is_taken(address)
+        }
+        wanted = set(self._keeper.peers.items()) | cut_off
         gone = [self._watches.pop(peer) for peer in set(self._watches) - wanted]
         for name, address in wanted - set(self._watches):
             self._watches[name, address] = self._watch(name, address)

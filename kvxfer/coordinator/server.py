@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc.aio
@@ -130,7 +130,8 @@ async def serve(
         )
         following = asyncio.create_task(_follow_trust(service, control_port, files, revoked, metrics))
         try:
-            await _run_until(stop, service, peers, options.heartbeat_s / TICKS_PER_HEARTBEAT, following)
+            tick_s = options.heartbeat_s / TICKS_PER_HEARTBEAT
+            await _run_until(stop, service, peers, tick_s, lambda: (following, *keeper.tasks, *acquaintances.tasks))
         finally:
             following.cancel()
             await asyncio.wait([following])
@@ -223,12 +224,14 @@ async def _run_until(
     service: CoordinatorService,
     peers: PeerWatches,
     tick_s: float,
-    following: asyncio.Task[None],
+    tasks: Callable[[], Iterable[asyncio.Task[None]]],
 ) -> None:
-    """Raises what ``following`` raises."""
+    """``tasks``: what runs beside it for ever. Raises what one of these raises: a coordinator without it would seem
+    alive."""
     while not stop.is_set():
-        if following.done():
-            following.result()
+        for task in tasks():
+            if task.done():
+                task.result()
         service.tick()
         await peers.reconcile()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 import urllib.request
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.coordinator import CoordinatorOptions, serve
+from kvxfer.coordinator.health import WATCHES_MAX
 from kvxfer.coordinator.store import AHEAD_MAX, MemoryStore
 from kvxfer.errors import ConfigError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol.directory import Hello
@@ -190,6 +192,25 @@ async def test_health_is_the_standard_service_and_turns_when_stopping(cluster: C
         assert await watch.read() == NOT_SERVING
         watch.cancel()
         await stop
+
+
+async def test_health_watches_take_no_agents_place(cluster: Cluster) -> None:
+    """They need no token, and one connection can open thousands."""
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        watches = [channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(WATCHES_MAX)]
+        for watch in watches:
+            assert await watch.read() == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_stream("/grpc.health.v1.Health/Watch")(b"").read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == SERVING
+        watches.pop().cancel()
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert await channel.unary_stream("/grpc.health.v1.Health/Watch")(b"").read() == SERVING
+                    break
+                await asyncio.sleep(0.05)
 
 
 async def test_stopping_tells_the_sessions(cluster: Cluster) -> None:
