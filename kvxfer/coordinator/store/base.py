@@ -141,16 +141,26 @@ class NumberLine:
     def __init__(self, wall_clock_us: int) -> None:
         """``wall_clock_us``: microseconds since 1970, read once by the caller."""
         self.last = wall_clock_us
+        self._shown_max = wall_clock_us + AHEAD_MAX
+        """No number that is shown raises it: an agent could raise it again and again."""
+
+    def stored(self, number: int) -> None:
+        """The store has ``number``: a coordinator gave it."""
+        self.last = max(self.last, number)
+        self._shown_max = max(self._shown_max, number)
 
     def above(self, stored: int) -> int:
         """The next number, where the store has ``stored`` as its last one."""
-        self.last = max(self.last, stored) + 1
+        self.stored(max(self.last, stored) + 1)
         return self.last
 
     def admit(self, number: int) -> bool:
         """Whether ``number`` raises the counter. Raises RefusedError for one that no coordinator can have given."""
-        if number > self.last + AHEAD_MAX:
-            raise RefusedError(f"incarnation number {number} is far above every number of this cluster")
+        if number > self._shown_max:
+            raise RefusedError(
+                f"incarnation number {number} is far above every number of this cluster; was the coordinator's clock "
+                "more than a year behind when it started?"
+            )
         is_higher = number > self.last
         self.last = max(self.last, number)
         return is_higher

@@ -66,7 +66,9 @@ class EtcdStore:
         self._broken = asyncio.Event()
         self._break_reason = ""
         self._catching = asyncio.Lock()
-        self._asked = self._caught = 0
+        self._asked = self._caught = self._failed = 0
+        self._failure = ""
+        """Why the questions up to ``_failed`` have no answer."""
         self._pulses: list[asyncio.Task[None]] = []
 
     async def open(self, owner: str, address: str) -> None:
@@ -98,7 +100,7 @@ class EtcdStore:
                 if isinstance(kept, int):
                     self._number_at = (number, kept)
                     return number
-                self._number_at = (int(kept.value), kept.mod_revision) if kept is not None else (0, 0)
+                self._number_at = (self._number_in(kept.value), kept.mod_revision) if kept is not None else (0, 0)
         raise CoordinatorUnavailableError(f"the store {self} gives too many numbers at once")
 
     async def admit_number(self, number: int) -> None:
@@ -133,6 +135,8 @@ class EtcdStore:
         async with self._catching:
             if self._caught >= mine:
                 return
+            if self._failed >= mine:
+                raise CoordinatorUnavailableError(self._failure)
             all_until_now = self._asked
             try:
                 async with asyncio.timeout(CATCH_UP_S):
@@ -140,6 +144,7 @@ class EtcdStore:
             except (CoordinatorUnavailableError, TimeoutError) as error:
                 reason = str(error) or f"the store {self} does not say within {CATCH_UP_S:g} s what is newest"
                 self._break(reason)
+                self._failed, self._failure = all_until_now, reason
                 raise CoordinatorUnavailableError(reason) from None
             self._caught = all_until_now
 
@@ -147,6 +152,7 @@ class EtcdStore:
         self._broken.clear()
         answer = await self._range(PREFIX)
         found = {kv.key: kv.value for kv in answer.kvs}
+        self._see_number(found.get(NUMBER))
         owners = {_text(key[len(OWNERS) :]): _text(raw) for key, raw in found.items() if key.startswith(OWNERS)}
         self._known.clear()
         records = self._readable({key: raw for key, raw in found.items() if key.startswith(AGENTS)})
@@ -171,6 +177,8 @@ class EtcdStore:
                 owners.pop(_text(key[len(OWNERS) :]), None)
                 if not is_gone:
                     owners[_text(key[len(OWNERS) :])] = _text(event.kv.value)
+            elif key == NUMBER and not is_gone:
+                self._see_number(event.kv.value)
             elif key.startswith(AGENTS):
                 raws[key] = None if is_gone else event.kv.value
                 if is_gone and self._known.get(key, (0,))[0] < event.kv.mod_revision:
@@ -210,6 +218,11 @@ class EtcdStore:
                     yield response
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise CoordinatorUnavailableError(f"the watch of the store {self} broke off: {text_of(error)}") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return  # the call was cancelled and not we: its connection was left
         finally:
             broken.cancel()
             call.cancel()
@@ -221,6 +234,9 @@ class EtcdStore:
                 await act()
             except CoordinatorUnavailableError as error:
                 self._break(str(error))
+            except Exception as error:
+                log.exception("the store %s: a fault of ours", self)
+                self._break(f"the store {self}: {error!r}")
 
     async def _renew(self) -> None:
         """Stay among the coordinators. Raises CoordinatorUnavailableError."""
@@ -284,6 +300,20 @@ class EtcdStore:
             return int(answer.header.revision)
         found = answer.responses[0].response_range.kvs
         return found[0] if found else None
+
+    def _number_in(self, raw: bytes) -> int:
+        """The counter. Raises CoordinatorUnavailableError for bytes that no coordinator wrote."""
+        try:
+            return int(raw)
+        except ValueError:
+            name = NUMBER.decode()
+            raise CoordinatorUnavailableError(f"the store {self} has no number at {name}, but {raw!r:.100}") from None
+
+    def _see_number(self, raw: bytes | None) -> None:
+        """What another coordinator gave is no stranger's number here."""
+        if raw is not None:
+            with contextlib.suppress(CoordinatorUnavailableError):  # who asks for a number hears of it
+                self._numbers.stored(self._number_in(raw))
 
     def _version(self, found: Any) -> Version:
         """Of what stands at a key; of what cannot be read, below every version."""

@@ -74,7 +74,7 @@ class SqliteStore:
             for statement in SCHEMA.split(";"):
                 connection.execute(statement)
             connection.execute("INSERT OR IGNORE INTO numbers VALUES (1, ?)", (self._numbers.last,))
-            self._numbers.admit(connection.execute("SELECT last FROM numbers").fetchone()[0])
+            self._numbers.stored(connection.execute("SELECT last FROM numbers").fetchone()[0])
             connection.execute("COMMIT")
         except BaseException:
             connection.close()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from kvxfer.coordinator.store import EtcdStore, Store, StoreChange
+from kvxfer.coordinator.store import etcd as etcd_module
 from kvxfer.coordinator.store.etcd_link import EtcdLink, rpc
 from kvxfer.errors import CoordinatorUnavailableError
 from tests.support.coordinator import PATIENCE_S, until
@@ -177,3 +178,18 @@ async def test_a_node_that_hangs_and_a_lost_majority(tmp_path_factory: pytest.Te
             nodes.signal(0, signal.SIGCONT)
             await until(lambda: seen.wholes > wholes, "a whole view again")
             assert await one.next_number() > before
+
+
+async def test_those_who_ask_an_etcd_that_hangs_wait_together(etcd: StoreKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, each would wait as long again, and agents are not that patient."""
+    monkeypatch.setattr(etcd_module, "CATCH_UP_S", 0.3)
+    async with etcd.opened() as store:
+
+        async def hang() -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(store, "_reach_newest", hang)
+        began_s = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(*(store.catch_up() for _ in range(20)), return_exceptions=True)
+        assert all(isinstance(answer, CoordinatorUnavailableError) for answer in answers)
+        assert asyncio.get_running_loop().time() - began_s < 10 * 0.3
