@@ -40,6 +40,7 @@ Connection::~Connection() {
 
 void Connection::receive(size_t budget) {
   if ((wire_ == Wire::Accepted || wire_ == Wire::Dialed) && !is_closing() && !has_decided()) return;
+  if (tls_) tls_->begin_turn();
   if (is_paused_ && !must_wait()) take_frames();
   while (budget != 0 && !must_wait()) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;

@@ -15,7 +15,10 @@ namespace {
 constexpr const char* kSuites = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr unsigned char kFirstSuite[] = {0x13, 0x01};
 constexpr size_t kReadBytes = 64 * 1024;            // taken from the socket at once
+constexpr size_t kTurnBytes = 2 * kReadBytes;       // taken in a turn that gives nothing out: more than OpenSSL reads ahead
+constexpr size_t kOverheadPart = 64;                // one part in so many of what is given out: a full record has 22 bytes more than its 16 KiB
 constexpr size_t kUnsentMax = 4 << 20;              // of a peer that asks and never reads
+constexpr size_t kSentMax = 1 << 20;                // kept of what the kernel has taken, while other bytes wait behind it
 constexpr int kSelf = 0;                            // index of the application's pointer in a connection
 
 }  // namespace
@@ -145,8 +148,15 @@ int TlsChannel::on_read(openssl::Bio* bio, char* data, int size) {
     l.bio_set_flags(bio, openssl::kBioFlagsRetryRead);
     return -1;
   }
-  const ssize_t got = ::recv(self->fd_, data, static_cast<size_t>(size), MSG_DONTWAIT);
-  if (got > 0) return static_cast<int>(got);
+  if (self->allowance_ == 0) {
+    l.bio_set_flags(bio, openssl::kBioFlagsRetryRead);
+    return -1;
+  }
+  const ssize_t got = ::recv(self->fd_, data, std::min(static_cast<size_t>(size), self->allowance_), MSG_DONTWAIT);
+  if (got > 0) {
+    self->allowance_ -= static_cast<size_t>(got);
+    return static_cast<int>(got);
+  }
   if (got == 0) {
     self->is_at_end_ = true;
   } else if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) {
@@ -173,6 +183,8 @@ void TlsChannel::check_up() {
   is_up_ = true;
 }
 
+void TlsChannel::begin_turn() { allowance_ = kTurnBytes; }
+
 ssize_t TlsChannel::read(const iovec* vectors, size_t count) {
   if (failure_) throw Error(*failure_);
   ssl_.clear_errors();
@@ -191,6 +203,7 @@ ssize_t TlsChannel::read(const iovec* vectors, size_t count) {
       }
       at += got;
       taken += got;
+      allowance_ += got + got / kOverheadPart;
       is_drained_ = false;
       if (!is_up_) check_up();
     }
@@ -296,6 +309,9 @@ void TlsChannel::keep_unsent() {
   if (buffers_.sealed.empty()) return;
   if (begin_ == unsent_.size()) {
     unsent_.clear();
+    begin_ = 0;
+  } else if (begin_ > kSentMax) {  // a peer that reads slowly never lets it become empty
+    unsent_.erase(0, begin_);
     begin_ = 0;
   }
   unsent_.append(buffers_.sealed);

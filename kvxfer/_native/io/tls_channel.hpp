@@ -49,8 +49,12 @@ class TlsChannel {
   bool is_up() const { return is_up_; }
   // The dialer's first message. Does nothing for the acceptor, or if it was called before. Throws Error(transport).
   void start();
-  // As readv(): bytes, 0 if the peer closed, or -1 and errno. Throws Error: before it is up, unauthenticated or what `find` threw, or
-  // transport; afterwards transport, for a record that was not the peer's.
+  // Begins a turn of the event loop. The reads of one turn take a bounded number of bytes from the socket beyond those that they give
+  // out: records without plaintext of the peer, such as a key update, would else hold the thread as long as the peer sends them.
+  void begin_turn();
+  // As readv(): bytes, 0 if the peer closed, or -1 and errno. EAGAIN also says that the turn's bytes are used up: then the socket still
+  // reports the rest. Throws Error: before it is up, unauthenticated or what `find` threw, or transport; afterwards transport, for a
+  // record that was not the peer's.
   ssize_t read(const iovec* vectors, size_t count);
   // Whether bytes were taken from the socket that read() has not given out: the socket may not report them any more.
   bool has_buffered() const;
@@ -101,6 +105,7 @@ class TlsChannel {
   std::string unsent_;       // ciphertext of earlier calls that the kernel has not taken, from `begin_` on
   size_t begin_ = 0;
   uint64_t sealed_ = 0, sent_ = 0, records_ = 0;
+  size_t allowance_ = 0;     // bytes that this turn may still take from the socket
   int read_error_ = 0;       // of the socket; 0: none
   bool is_up_ = false, is_drained_ = true, is_at_end_ = false, is_found_ = false, has_spoken_ = false, is_started_;
 };
