@@ -34,7 +34,7 @@ HELLO_S = 5.0
 ORDERED_BEFORE = "ordered before this agent came back"
 
 
-class Admission:
+class AgentAdmission:
     """Of one coordinator. ``carry_out`` does what the directory decides; ``check_open`` raises a KvxferError while no
     agent is let in."""
 

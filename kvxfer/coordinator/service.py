@@ -23,7 +23,7 @@ from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import NS_PER_S, Clock
 from kvxfer.config import CoordinatorConfig
-from kvxfer.coordinator.admission import Admission, read
+from kvxfer.coordinator.admission import AgentAdmission, read
 from kvxfer.coordinator.gate import Caller, Gate
 from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
@@ -104,7 +104,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._metrics = metrics
         self._watchers_max = watchers_max
         self._gate = gate
-        self._admission = Admission(
+        self._admission = AgentAdmission(
             directory,
             keeper,
             receivers,

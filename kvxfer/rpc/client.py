@@ -163,8 +163,9 @@ class CoordinatorSession:
 
     @property
     def leg_keys(self) -> tuple[bytes, ...]:
-        """Those that routers may show to this worker's HTTP port, as they were given last and before that. None before
-        :meth:`start` returned, of an agent without HTTP, and of a coordinator that gives none."""
+        """Those that routers may show to this worker's HTTP port, as they were given last; after a change of all keys
+        also those of before. None before :meth:`start` returned, of an agent without HTTP, and of a coordinator that
+        gives none."""
         return self._leg_keys
 
     def set_load(self, load: Load) -> None:
@@ -278,6 +279,7 @@ class CoordinatorSession:
 
     async def _register(self, call: Any) -> pb.Welcome:
         number = 0 if self._ref is None else self._ref.incarnation.number
+        self._pools_changed = False  # before they are read: they may be replaced from another thread meanwhile
         hello = Hello(
             self._hello.info,
             self._hello.address,
@@ -290,7 +292,6 @@ class CoordinatorSession:
             self._known(),
             self._pace.return_within_ms,
         )
-        self._pools_changed = False
         self._asks.clear()
         async with asyncio.timeout(self._answer_s()):
             with contextlib.suppress(asyncio.InvalidStateError):
@@ -320,9 +321,12 @@ class CoordinatorSession:
         return message.welcome  # type: ignore[no-any-return]
 
     def _keep_leg_keys(self, given: tuple[bytes, ...]) -> None:
-        """The keys of before stay until others come again: a router may hear of new ones later than this agent."""
-        if given and given != self._leg_keys[: len(given)]:
-            self._leg_keys = given + tuple(key for key in self._leg_keys if key not in given)[: len(given)]
+        """What is given in a period has the keys of the last and of the next one in it. So nothing else is kept, and a
+        key counts until the end of the period after its own. Where none of them was given before, this is a coordinator
+        with other keys, of which a router may hear later than this agent: the keys of before stay until others come."""
+        before = self._leg_keys[: len(given)]
+        if given and given != before:
+            self._leg_keys = given + before if set(given).isdisjoint(before) else given
 
     def _known(self) -> tuple[str, ...]:
         """The agents that a coordinator must tell of, so that an absence means that they are gone."""

@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer.clock import SystemClock
-from kvxfer.coordinator.admission import Admission
+from kvxfer.coordinator.admission import AgentAdmission
 from kvxfer.coordinator.gate import Caller
 from kvxfer.coordinator.receivers import Receivers
 from kvxfer.errors import AuthenticationError, RefusedError
@@ -55,7 +55,7 @@ class World:
         gate: Any = SimpleNamespace(audited=lambda *_: contextlib.nullcontext(), check_revoked=self._check_revoked)
         metrics: Any = SimpleNamespace(registered=lambda code: None)
         hosts: Any = SimpleNamespace(check=lambda hello, peer: None)
-        self.admission = Admission(
+        self.admission = AgentAdmission(
             self.directory,
             keeper,
             self.receivers,

@@ -65,6 +65,32 @@ def test_coordinators_that_began_at_other_times_agree() -> None:
     assert first.secret() == second.secret()
 
 
+def test_a_worker_takes_a_key_until_the_end_of_the_period_after_its_own() -> None:
+    """Also where a period passes in which it is given none, and while it is given the same ones again."""
+    clock = HandClock()
+    keys = LegKeys(bytes(32), clock, period_s=PERIOD_S, wall_s=1e9)
+    session = CertifiedAgent("127.0.0.1:1", "w0", None, token=b"t" * 32).session
+    for periods in (1, 1, 1, 0, 2, 1, 0, 2, 2, 1):
+        clock.now += round(periods * PERIOD_S) * NS_PER_S
+        session._keep_leg_keys(keys.accepted_by(REF))
+        assert session.leg_keys == keys.accepted_by(REF)
+
+
+def test_keys_of_a_coordinator_that_was_replaced_stay_until_others_come() -> None:
+    """One root after the other, and the first again: a router may hear of the change later than the worker."""
+    clock = HandClock()
+    first, second = (LegKeys(bytes([n]) * 32, clock, period_s=PERIOD_S, wall_s=1e9) for n in (1, 2))
+    session = CertifiedAgent("127.0.0.1:1", "w0", None, token=b"t" * 32).session
+    session._keep_leg_keys(first.accepted_by(REF))
+    for now, before in ((second, first), (second, first), (first, second), (second, first)):
+        session._keep_leg_keys(now.accepted_by(REF))
+        assert session.leg_keys == now.accepted_by(REF) + before.accepted_by(REF)
+        session._keep_leg_keys(())
+    clock.now += round(PERIOD_S) * NS_PER_S
+    session._keep_leg_keys(second.accepted_by(REF))
+    assert session.leg_keys == second.accepted_by(REF)
+
+
 def test_the_period_has_bounds() -> None:
     for value in (0.0, 0.5, -1.0, 1e9):
         with pytest.raises(ConfigError, match="leg_key_period_s"):

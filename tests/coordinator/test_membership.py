@@ -69,6 +69,22 @@ async def test_pools_loads_and_draining_are_published_as_they_change(cluster: Cl
         one.session.set_pools((pool(1), pool(1)))
 
 
+async def test_pools_that_change_while_the_agent_registers_are_published(cluster: Cluster) -> None:
+    """From another thread, after the registration has read those of before and before it is sent."""
+    one = cluster.agent("p0", pools=(pool(1),))
+    known = one.session._known
+
+    def slowly() -> tuple[str, ...]:
+        one.session.set_pools((pool(1), pool(2)))
+        one.session._known = known  # type: ignore[method-assign]
+        return known()
+
+    one.session._known = slowly  # type: ignore[method-assign]
+    seen = await cluster.watch()
+    await one.session.start()
+    await until(lambda: "p0" in seen() and len(seen()["p0"].pools) == 2, "the pools")
+
+
 async def test_goodbye_is_heard_at_once_and_once(cluster: Cluster) -> None:
     one, other, ref = await two_agents(cluster)
     await until(lambda: "p0" in other.members, "p0")

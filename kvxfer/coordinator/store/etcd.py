@@ -310,7 +310,7 @@ class EtcdStore:
             raise CoordinatorUnavailableError(f"the store {self} has no number at {name}, but {raw!r:.100}") from None
 
     def _see_number(self, raw: bytes | None) -> None:
-        """What another coordinator gave is no stranger's number here."""
+        """What another coordinator gave is believed here."""
         if raw is not None:
             with contextlib.suppress(CoordinatorUnavailableError):  # who asks for a number hears of it
                 self._numbers.stored(self._number_in(raw))

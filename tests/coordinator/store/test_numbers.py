@@ -51,7 +51,7 @@ async def test_a_file_of_a_clock_that_was_ahead_opens(tmp_path: pathlib.Path) ->
 
 
 @needs_etcd
-async def test_another_coordinators_number_is_no_strangers(standing_etcd: EtcdNodes) -> None:
+async def test_another_coordinators_number_is_believed(standing_etcd: EtcdNodes) -> None:
     """Whose clock is ahead, gave it; the one that never gave a number since its start takes the agent over."""
     standing_etcd.empty()
     kind = etcd_kind(standing_etcd)
