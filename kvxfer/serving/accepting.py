@@ -15,6 +15,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
+from typing import cast
 
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.serving.connections import Connections
@@ -193,16 +194,14 @@ class Acceptor:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(self._new_protocol, accepted)
             else:
-                context = self._tls.context
-                transport, _ = await self._loop.connect_accepted_socket(
-                    self._new_protocol,
+                handshake = _Handshake(self._tls, self._new_protocol)
+                await self._loop.connect_accepted_socket(
+                    lambda: handshake,
                     accepted,
-                    ssl=context,
+                    ssl=handshake.context,
                     ssl_handshake_timeout=self._handshake_timeout_s,
                     ssl_shutdown_timeout=WRITE_STALL_S,
                 )
-                if context is not self._tls.context and not self._tls.keeps_handshakes:
-                    transport.close()
         except OSError as error:
             accepted.close()
             log.debug("a connection was lost while it was opened: %s", error)
@@ -213,3 +212,22 @@ class Acceptor:
             log.error("a connection could not be opened", exc_info=error)
         if not self._opening or self._tls is not None:
             self._resume()
+
+
+class _Handshake(asyncio.Protocol):
+    """Stands for a connection until its handshake is over. Where that took place under a context that counts no more,
+    the connection ends before any byte of it is read as a request: the loop reads what came with the end of a handshake
+    before whoever waits for the handshake goes on."""
+
+    def __init__(self, tls: ServerTls, new_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._tls = tls
+        self._new_protocol = new_protocol
+        self.context = tls.context
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self.context is not self._tls.context and not self._tls.keeps_handshakes:
+            cast(asyncio.Transport, transport).abort()
+            return
+        protocol = self._new_protocol()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)

@@ -20,6 +20,8 @@ class ClusterTls(ServerTls):
     """As :class:`ServerTls`, of files that name a client CA. Raises ConfigError for files that no client of the cluster
     would believe."""
 
+    keeps_handshakes = False
+
     def __init__(self, files: TlsFiles, *, poll_s: float = POLL_S) -> None:
         self._named = IdentityFiles(files.cert_file, files.key_file, files.client_ca_file, SETTINGS, is_server=True)
         super().__init__(files, poll_s=poll_s)

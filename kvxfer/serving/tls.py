@@ -1,6 +1,8 @@
 """TLS of a server of ours: a context from files, and another one when they change.
 
-Decides what a connection must speak: TLS 1.2 at least, HTTP/1.1 within. It must never know what is served.
+Decides what a connection must speak: TLS 1.2 at least, HTTP/1.1 within. Where clients show certificates it is TLS 1.3,
+and no session is resumed: a handshake that resumes one does not judge the client's certificate, so a client could come
+back again and again after its certificate has ended. It must never know what is served.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class TlsFiles:
         if self.client_ca_file:
             load_authorities(context, "tls_client_ca_file", self.client_ca_file)
             context.verify_mode = ssl.CERT_REQUIRED
+            context.minimum_version = ssl.TLSVersion.TLSv1_3  # 1.2 resumes by session id too, and Python cannot say no
+            context.num_tickets = 0
         return context
 
 

@@ -1,7 +1,9 @@
 """Certificates that count no more, from a file that is read again when it changes.
 
-Decides what a line of the file means. A file that is wrong or gone changes nothing, so no mistake in it lets a revoked
-one back in. It must never know which connections there are.
+Decides what a line of the file means, and when it counts. A new entry counts at once. An entry that is no longer there
+counts until a second look in a row reads the same file: one that is written in place is empty or cut for a moment, and
+is then a valid, shorter list. A file that is wrong or gone changes nothing. So neither a mistake in the file nor a look
+at the wrong moment lets a revoked one back in. It must never know which connections there are.
 """
 
 from __future__ import annotations
@@ -46,12 +48,15 @@ class RevokedList:
         self._path = path
         self._seen: bytes | str = b""
         self._entries: frozenset[str] = frozenset()
+        """What counts."""
         if path:
             self._seen = read_file(SETTING, path)
             self._entries = self._parse(self._seen)
+        self._listed = self._entries
+        """What the file said last, where that was a list: what counts if the next look reads the same."""
 
     def look(self) -> bool:
-        """Read the file again if it changed; whether the list is another one now."""
+        """Read the file again; whether other entries count now."""
         if not self._path:
             return False
         try:
@@ -59,21 +64,28 @@ class RevokedList:
         except ConfigError as error:
             content = str(error)
         if content == self._seen:
-            return False
+            return self._count(self._listed)
         self._seen = content
         try:
             if isinstance(content, str):
                 raise ConfigError(content)
-            before, self._entries = self._entries, self._parse(content)
+            self._listed = self._parse(content)
         except ConfigError as error:
             log.warning("the list of revoked certificates is not taken, the last one stays: %s", error)
+            self._listed = self._entries
             return False
-        log.info("%d certificates or names are revoked", len(self._entries), extra={"paths": self._path})
-        return before != self._entries
+        return self._count(self._entries | self._listed)
 
     def has(self, identity: CertIdentity, fingerprint: str) -> bool:
         """Whether the holder, or this certificate of it, is revoked."""
         return str(identity) in self._entries or fingerprint in self._entries
+
+    def _count(self, entries: frozenset[str]) -> bool:
+        before, self._entries = self._entries, entries
+        if before == entries:
+            return False
+        log.info("%d certificates or names are revoked", len(entries), extra={"paths": self._path})
+        return True
 
     def _parse(self, content: bytes) -> frozenset[str]:
         try:

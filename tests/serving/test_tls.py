@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pathlib
@@ -227,6 +228,38 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_needed(
             assert (await server.ask(head(2) + b"ok"))[0] == 200
             assert len(server.exchanges) == 2
     assert not records
+
+
+def shaken(server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLObject:
+    """The client's end of a connection on which it has read some data. Raises SSLError where there is none."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    end = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+    other = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(3):
+        for side in (end, other):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    other.write(b"data")
+    assert end.read() == b"data"
+    return end
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_session_is_resumed_only_where_no_certificate_is_judged(
+    authority: Authority, identity: Identity, asks: bool
+) -> None:
+    """A resumed handshake would let a certificate in that has ended."""
+    server = TlsFiles(identity.cert, identity.key, authority.cert if asks else "").context()
+    client = authority.client_context(authority.issue("client"))
+    first = shaken(server, client)
+    assert (first.version(), first.session_reused) == ("TLSv1.3", False)
+    assert shaken(server, client, first.session).session_reused is not asks
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    if asks:
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol"):
+            shaken(server, client)
+    else:
+        assert shaken(server, client).version() == "TLSv1.2"
 
 
 async def test_changed_files_are_for_new_connections(authority: Authority, tmp_path: pathlib.Path) -> None:

@@ -146,7 +146,7 @@ class UpstreamPool:
             while self._idle:
                 connection = self._idle.pop()
                 self.counters.idle -= 1
-                if connection.is_usable and connection.tls is self._newest_tls():
+                if self._may_carry(connection):
                     self.counters.reused += 1
                     return connection
                 connection.close()
@@ -156,7 +156,7 @@ class UpstreamPool:
             given = await self._queue(queue_due)
             if given is None:
                 return await self._connect(deadlines, whole_due)
-            if given.is_usable:
+            if self._may_carry(given):
                 self.counters.reused += 1
                 return given
             given.close()
@@ -242,14 +242,18 @@ class UpstreamPool:
     def _newest_tls(self) -> ssl.SSLContext | None:
         return self._tls() if callable(self._tls) else self._tls
 
+    def _may_carry(self, connection: UpstreamConnection) -> bool:
+        """Whether an open connection without a request takes a new one."""
+        return connection.is_usable and connection.tls is self._newest_tls()
+
     def _on_free(self, connection: UpstreamConnection, is_kept: bool) -> None:
         self._busy.discard(connection)
         if is_kept:
             self._keep(connection)
 
     def _keep(self, connection: UpstreamConnection) -> None:
-        if self._is_closed:
-            connection.close()
+        if self._is_closed or connection.tls is not self._newest_tls():
+            connection.close()  # and its slot goes to the request that waits longest
         elif not self._hand_over(connection):
             connection.idle_since = self._loop.time()
             self._idle.append(connection)

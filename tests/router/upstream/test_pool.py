@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import os
+import pathlib
 import random
+import ssl
 
 import pytest
 
@@ -16,8 +18,11 @@ from kvxfer.router.upstream import (
     UpstreamDeadlines,
     UpstreamLimits,
     UpstreamPhase,
+    UpstreamPool,
     UpstreamTimeoutError,
 )
+from kvxfer.serving.tls import TlsFiles
+from tests.support.certificates import Authority
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.upstream import CHUNKED, HELLO, LAST, chunk, pool_over, until
 
@@ -134,6 +139,57 @@ async def test_a_connection_that_ends_lets_the_next_request_open_one() -> None:
         lost = [answer for answer in answers if answer != b"hello"]
         assert all(isinstance(error, UpstreamClosedError) for error in lost)
         assert engine.connections + len(lost) >= 10
+
+
+@pytest.mark.parametrize("looks", [1, 2], ids=["before it is handed over", "after that"])
+async def test_a_request_that_waits_takes_no_connection_with_an_earlier_tls_context(
+    tmp_path: pathlib.Path, looks: int
+) -> None:
+    """The files change between two looks at them: the first is for the first connection, the next is taken when that
+    one is free, and the third by the request that it is given to."""
+    authority, engine = Authority(tmp_path), ScriptedEngine()
+    earlier, newest = authority.client_context(), authority.client_context()
+    looked = 0
+    served: list[tuple[bytes, int]] = []
+    """Each request's body, and the number of the connection that it came by."""
+    may_answer = asyncio.Event()
+
+    def look() -> ssl.SSLContext:
+        nonlocal looked
+        looked += 1
+        return earlier if looked <= looks else newest
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        engine.connections += 1
+        number = engine.connections
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                served.append(((await engine.read(reader))[1], number))
+                await may_answer.wait()
+                writer.write(HELLO)
+        writer.close()
+
+    async def ask(body: bytes) -> None:
+        async with await pool.request("POST", "/", (), [body]) as response:
+            assert await response.read(10) == b"hello"
+
+    shown = authority.issue("engine")
+    tls = TlsFiles(shown.cert, shown.key).context()
+    async with asyncio.timeout(20), await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
+        host, port = server.sockets[0].getsockname()
+        pool = UpstreamPool((host, port), UpstreamLimits(connections_max=1, waiting_max=2, tick_s=0.01), tls=look)
+        tasks = []
+        try:
+            for body in (b"0", b"1", b"2"):
+                tasks.append(asyncio.create_task(ask(body)))
+                await until(lambda: bool(served) and pool.counters.waiting == len(tasks) - 1)
+            may_answer.set()
+            await asyncio.gather(*tasks)
+        finally:
+            await pool.close()
+        order = [b"0", b"1", b"2"] if looks == 1 else [b"0", b"2", b"1"]
+        assert served == list(zip(order, (1, 2, 2), strict=True))
+        assert (pool.counters.connected, pool.counters.reused) == (2, 1)
 
 
 @pytest.mark.parametrize("is_piped", [False, True])
