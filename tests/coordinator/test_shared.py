@@ -18,7 +18,9 @@ from kvxfer.types import Load
 from tests.support.coordinator import PATIENCE_S, Cluster, Recorder, pool, running, until
 from tests.support.e2e.cluster import until as eventually
 from tests.support.etcd import EtcdNodes, etcd_nodes, needs_etcd
+from tests.support.local_http import free_ports
 from tests.support.stores import etcd_kind
+from tests.support.trust import coordinator_process
 
 pytestmark = needs_etcd
 
@@ -70,6 +72,29 @@ async def test_agents_and_watchers_of_two_coordinators_see_each_other(pair: tupl
         await first.session.close()
         await until(lambda: refs(at_two) == {ref_b}, "a to have left")
     await until(lambda: second.gone == [ref_a], "b to hear that a is gone")
+
+
+@pytest.mark.deep
+async def test_an_agent_that_died_with_a_coordinator_ends_though_that_is_back_at_once(
+    nodes: EtcdNodes, tmp_path: pathlib.Path
+) -> None:
+    """What answers at the address is the next process, and not the one that judged the agent."""
+    await asyncio.to_thread(nodes.empty)
+    [port] = free_ports(1)
+    times = {"heartbeat_s": 0.2, "suspect_after_s": 0.8, "dead_after_s": 2.0}
+    store = f"etcd:{nodes.endpoints}"
+    options = {"store": store, "port": port, "token_file": tmp_path / "token", **times}
+    async with running(tmp_path, store=store) as one, watching(one) as watch:
+        async with coordinator_process(tmp_path, options) as two:
+            agent = one.agent("a", target=two.address)
+            ref = await agent.session.start()
+            await until(lambda: refs(watch) == {ref}, "the agent at the other coordinator")
+            await asyncio.sleep(1.0)  # the other coordinator is watched by then
+            two.process.kill()
+            agent.cut()
+            await two.process.wait()
+        async with coordinator_process(tmp_path, options):
+            await until(lambda: refs(watch) == set(), "the agent to be gone")
 
 
 async def test_loads_cross(pair: tuple[Cluster, Cluster]) -> None:

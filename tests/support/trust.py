@@ -132,7 +132,8 @@ async def coordinator_process(
         try:
             yield coordinator
         finally:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
             await reading
     finally:
         with contextlib.suppress(ProcessLookupError):
