@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.policy.pairs import PairVerdict
 from kvxfer.types import Role
-from tests.support.alerts import MISSING, PROMTOOL, alerts, firing
+from tests.support.alerts import FAULT_AT_M, MISSING, PROMTOOL, fires, alerts, firing, samples, series
 from tests.support.e2e.client import ask, completion, leg, new_transfer_id
 from tests.support.e2e.cluster import Cluster
 from tests.support.etcd import etcd_nodes, needs_etcd
@@ -49,6 +49,7 @@ TRANSFERS = fires("KvxferTransfersFail")
 LOST = fires("KvxferPrefillWorkersLost")
 OUT = fires("KvxferWorkerOut")
 RETRIES = fires("KvxferRetriesRefused")
+ABSENT = fires("KvxferRouterAbsent")
 
 
 async def page(url: str) -> str:
@@ -169,6 +170,35 @@ async def test_a_router_without_workers(cluster: Cluster, tmp_path: pathlib.Path
         assert await asked(cluster) == 503
 
     await check_fires(NOT_READY, tmp_path, {"router": cluster.url("router")}, fault)
+
+
+def lasting(text: str, job: str, minutes: int, *end: str) -> list[dict[str, str]]:
+    """What was scraped, for so many minutes, and then ``end``."""
+    once = samples(text, job)
+    firsts = [(line, line["values"].partition("x")[0]) for line in series(once, once)]
+    return [{**line, "values": " ".join((f"{first}x{minutes}", *end))} for line, first in firsts]
+
+
+async def test_routers_that_are_gone(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    """What a router exported ends with it. All else is scraped as before, also where another service has a router."""
+    await cluster.whole({"d1": {}})
+    url = cluster.url("router")
+    await eventually(lambda: has(url, "kvxfer_router_ready 1"), within_s=30)
+    router, decode = await page(url), await page(cluster.url("d1"))
+    assert await asked(cluster) == 200
+    await cluster.kill("router")
+    with pytest.raises(httpx.ConnectError):
+        await page(url)
+    gone = lasting(router, "routers", FAULT_AT_M - 1, "stale") + lasting(decode, "decode", 200)
+    others = lasting(router, "others", 200)
+    [alert] = ABSENT
+
+    async def firing_at(lines: list[dict[str, str]], *minutes: int) -> list[bool]:
+        return [await asyncio.to_thread(fires, alert, f"{at_m}m", lines, tmp_path) for at_m in minutes]
+
+    begins = (FAULT_AT_M - 1, FAULT_AT_M + 1, FAULT_AT_M + 3)
+    assert await firing_at(gone, *begins, 180) == [False, False, True, True]
+    assert await firing_at(gone + others, *begins, 60, 70) == [False, False, True, True, False]
 
 
 async def test_blocks_that_are_kept_where_nothing_runs(cluster: Cluster, tmp_path: pathlib.Path) -> None:

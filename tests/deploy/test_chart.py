@@ -145,6 +145,9 @@ def test_models_are_fetched_before_the_engine_starts(variant: str) -> None:
             else:
                 assert container["command"] == engine_flags.HUB_COMMAND
     fetches = [c for _, _, c in rendered(variant).containers() if c["name"] == "fetch-model"]
+    for container in fetches:  # what a request needs a limit for is refused in a container without limits
+        assert set(container["resources"]) == {"requests"}
+        assert set(container["resources"]["requests"]) <= {"cpu", "memory", "ephemeral-storage"}
     assert len(fetches) == (2 if values.get("model", {}).get("fetch", True) else 0)
 
 
@@ -227,7 +230,7 @@ def test_secrets_are_readable_for_our_user_alone(variant: str) -> None:
     for _, pod, _ in rendered(variant).containers():
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 10001
         for volume in pod["volumes"]:
-            if volume["name"] in ("secrets", "tls", "grpc-tls"):
+            if volume["name"] in ("secrets", "tls", "grpc-tls", "store-tls"):
                 assert volume["secret"]["defaultMode"] == 0o400
 
 
@@ -237,6 +240,7 @@ def test_images_are_targets_of_the_dockerfile(variant: str) -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE))
     found = rendered(variant)
     for component, pod, container in found.containers():
+        assert "imagePullPolicy" not in container  # Kubernetes' own pulls `latest` at each start
         image = container["image"].rpartition(":")[0].rpartition("/")[2]
         target = image.removeprefix("kvxfer").removeprefix("-") or "service"
         assert target in stages

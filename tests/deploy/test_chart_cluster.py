@@ -273,6 +273,9 @@ def test_budgets_are_of_pods(variant: str) -> None:
     for one in budgets:
         labels = pods(found)[component_of(one)]["metadata"]["labels"]
         assert selects(one["spec"]["selector"]["matchLabels"], labels)
+        # Unready routers and workers take nothing; all coordinators are unready at once while etcd is away, and serve.
+        wanted_policy = "IfHealthyBudget" if component_of(one) == "coordinator" else "AlwaysAllow"
+        assert one["spec"]["unhealthyPodEvictionPolicy"] == wanted_policy
 
 
 @every_variant
@@ -286,6 +289,7 @@ def test_a_pod_has_the_time_that_its_end_takes(variant: str) -> None:
         variables = {one["name"]: one.get("value", "") for one in container["env"]}
         if component == "router":
             first, then = int(command[1]), float(flag(container["args"], "--shutdown-grace-s"))
+            assert then == 300  # a rollout cuts no stream that a worker's drain would wait for
         elif found.engine == "sglang":  # SIGTERM waits for what runs, without a bound
             first, then = int(command[1]), 0.0
         else:
@@ -379,7 +383,5 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
 
     known = paths(schema)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    optional = {".global"} | {
-        path for path in known if path.endswith(("resources.claims", "resources.limits", "resources.requests"))
-    }
+    optional = {".global"} | {path for path in known if path.endswith(("resources.limits", "resources.requests"))}
     assert given(values, known) | optional == known | optional

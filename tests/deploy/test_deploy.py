@@ -24,6 +24,7 @@ from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.front import Door, Front
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.rpc.token import load_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.types import check_agent_id
 from tests.support.dockerfile import stages
@@ -95,15 +96,39 @@ def test_only_the_router_is_published_and_only_on_loopback() -> None:
         assert SERVICES[service]["networks"] == ["cluster"]
 
 
-def test_the_token_is_a_secret_that_only_our_user_reads() -> None:
-    (uid,) = re.findall(r"useradd --uid (\d+)", " ".join(SERVICE.all("RUN")))
+def test_secrets_of_read_only_containers_are_files() -> None:
+    """Compose would copy any other into the container, and refuses to start one that is read-only. A file is mounted as
+    it is: an owner or a mode that is said beside it would count for nothing."""
     for service in ROLES:
-        (secret,) = SERVICES[service]["secrets"]
-        assert secret["source"] in COMPOSE["secrets"]
-        assert options(service).token_file == f"/run/secrets/{secret['target']}"
-        assert (secret["uid"], secret["mode"]) == (uid, 0o400)
-    text = (ROOT / "deploy" / "compose.yaml").read_text()
-    assert f"export {COMPOSE['secrets']['cluster_token']['environment']}=" in text
+        assert SERVICES[service]["read_only"] is True
+        for secret in SERVICES[service]["secrets"]:
+            assert isinstance(secret, str)
+            assert set(COMPOSE["secrets"][secret]) == {"file"}
+
+
+def test_the_token_is_made_as_kvxfer_takes_it(tmp_path: pathlib.Path) -> None:
+    (uid,) = re.findall(r"useradd --uid (\d+)", " ".join(SERVICE.all("RUN")))
+    file = COMPOSE["secrets"]["cluster_token"]["file"].removeprefix("./")
+    made = r"openssl rand -hex 32 \| sudo install -m (\d+) -o (\d+) -g (\d+) /dev/stdin deploy/(\S+)"
+    ((mode, owner, group, target),) = re.findall(made, (ROOT / "deploy" / "compose.yaml").read_text())
+    assert (owner, group, target) == (uid, uid, file)
+    token = tmp_path / file
+    token.write_text(f"{'0f' * 32}\n")
+    token.chmod(int(mode, 8))
+    assert load_token(token) == b"0f" * 32
+    for service in ROLES:
+        assert [f"/run/secrets/{secret}" for secret in SERVICES[service]["secrets"]] == [options(service).token_file]
+    assert f"deploy/{file}" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "!deploy" not in (ROOT / ".dockerignore").read_text()
+
+
+def test_a_service_is_not_killed_before_its_own_grace_is_over() -> None:
+    for service in ROLES:
+        found = options(service)
+        own_s = found.stop_grace_s if service == "coordinator" else found.shutdown_grace_s
+        given = SERVICES[service]["stop_grace_period"]
+        assert re.fullmatch(r"\d+s", given)
+        assert int(given[:-1]) >= own_s + 10
 
 
 def test_what_compose_names_exists() -> None:

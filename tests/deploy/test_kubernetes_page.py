@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.coordinator.store.etcd import PREFIX
 from kvxfer.trust.identity import CertIdentity
 from tests.support.helm import engine_flags
 from tests.support.helm.chart import CHART, VARIANTS, default_values
@@ -55,6 +56,11 @@ def test_each_value_that_the_page_names_is_there() -> None:
         for part in name.split("."):
             assert part in value, name
             value = value[part]
+
+
+def test_the_page_has_the_numbers_and_names_of_the_code() -> None:
+    assert f"`router.shutdownGraceSeconds` ({default_values()['router']['shutdownGraceSeconds']})" in PAGE
+    assert f"below `{PREFIX.decode()}`" in " ".join(PAGE.split())  # why two releases cannot share an etcd
 
 
 def test_the_kserve_recipe_gives_vllm_what_it_takes() -> None:

@@ -32,7 +32,9 @@ labels:
 {{- define "kvxfer.image" -}}
 {{- $image := index .root.Values.images .kind -}}
 image: {{ printf "%s:%s" $image.repository (default .root.Chart.AppVersion $image.tag) | quote }}
-imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+{{- with .root.Values.images.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvxfer.uses-coordinator" -}}
@@ -109,6 +111,9 @@ securityContext:
 {{- with .Values.coordinator -}}
 {{- if and (gt (int .replicas) 1) (not (hasPrefix "etcd:" .store)) -}}
 {{- fail (printf "coordinator.store: %d coordinators need a store that they share, etcd:HOST:PORT,..., and not %s" (int .replicas) .store) -}}
+{{- end -}}
+{{- if and .storeTls.secretName (not (hasPrefix "etcd:" .store)) -}}
+{{- fail (printf "coordinator.storeTls.secretName: only a store in etcd is reached over TLS, and not %s" .store) -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.tls.router -}}
