@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.policy.pairs import PairVerdict
 from kvxfer.types import Role
-from tests.support.alerts import FAULT_AT_M, MISSING, PROMTOOL, fires, alerts, firing, samples, series
+from tests.support.alerts import FAULT_AT_M, MISSING, PROMTOOL, alerts, firing, is_firing, samples, series
 from tests.support.e2e.client import ask, completion, leg, new_transfer_id
 from tests.support.e2e.cluster import Cluster
 from tests.support.etcd import etcd_nodes, needs_etcd
@@ -194,7 +194,7 @@ async def test_routers_that_are_gone(cluster: Cluster, tmp_path: pathlib.Path) -
     [alert] = ABSENT
 
     async def firing_at(lines: list[dict[str, str]], *minutes: int) -> list[bool]:
-        return [await asyncio.to_thread(fires, alert, f"{at_m}m", lines, tmp_path) for at_m in minutes]
+        return [await asyncio.to_thread(is_firing, alert, f"{at_m}m", lines, tmp_path) for at_m in minutes]
 
     begins = (FAULT_AT_M - 1, FAULT_AT_M + 1, FAULT_AT_M + 3)
     assert await firing_at(gone, *begins, 180) == [False, False, True, True]

@@ -64,12 +64,12 @@ def firing(
         line for job, (before, after) in pages.items() for line in series(samples(before, job), samples(after, job))
     ]
     return (
-        {name for name in alerts if fires(name, f"{FAULT_AT_M - 1}m", lines, directory)},
-        {name for name in alerts if fires(name, f"{FAULT_AT_M + END_M - 1}m", lines, directory)},
+        {name for name in alerts if is_firing(name, f"{FAULT_AT_M - 1}m", lines, directory)},
+        {name for name in alerts if is_firing(name, f"{FAULT_AT_M + END_M - 1}m", lines, directory)},
     )
 
 
-def fires(alert: str, at: str, lines: list[dict[str, str]], directory: pathlib.Path) -> bool:
+def is_firing(alert: str, at: str, lines: list[dict[str, str]], directory: pathlib.Path) -> bool:
     """Whether promtool passes a test that says so. It must fail or pass, and nothing else."""
     expr = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) > bool 0'
     asked = {"expr": expr, "eval_time": at, "exp_samples": [{"labels": "{}", "value": 1}]}
