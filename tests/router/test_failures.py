@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 
@@ -62,14 +63,28 @@ async def test_a_worker_of_both_roles_alone_prefills_locally() -> None:
         assert answer.headers["x-kvxfer-prefill-reason"] == "only_itself"
 
 
-@pytest.mark.parametrize("state", ["is_suspect", "is_draining"])
-async def test_suspect_and_draining_workers_get_nothing(state: str) -> None:
+async def test_draining_workers_get_nothing() -> None:
     d = FakeWorker("d0")
     async with router_over(d) as router:
-        router.publish(d, **{state: True})
+        router.publish(d, is_draining=True)
         assert (await router.complete()).status_code == 503
         router.publish(d)
         assert (await router.complete()).status_code == 200
+
+
+async def test_suspects_get_nothing_unless_all_are_suspects() -> None:
+    """A coordinator that was cut off for a moment suspects all, and no request has to fail for that."""
+    suspect, live = FakeWorker("d0"), FakeWorker("d1")
+    async with router_over(suspect, live) as router:
+        router.workers.update(Membership(1, (dataclasses.replace(suspect.member, is_suspect=True), live.member)))
+        for _ in range(8):
+            assert (await router.complete()).status_code == 200
+        assert not suspect.received
+        assert live.received
+        router.publish(suspect, live, is_suspect=True)
+        for _ in range(8):
+            assert (await router.complete()).status_code == 200
+        assert suspect.received
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

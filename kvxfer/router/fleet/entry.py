@@ -7,7 +7,7 @@ worker, nor a socket.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from kvxfer.openai.transfer_params import Part
@@ -47,7 +47,7 @@ class WorkerEntry:
         self.is_drained = False
         """By an admin."""
         self.is_suspicion_doubted = False
-        """Whether the coordinator that suspects it is not heard, so that the suspicion cannot be taken back."""
+        """Whether the suspicion says nothing of the worker: see :func:`weigh_suspicions`."""
         self.suspect_is_closed = False
         """Whether it is then tried last."""
         self.kept: Candidate | None = None
@@ -72,6 +72,13 @@ class WorkerEntry:
     def shown(self) -> InFlight:
         """What other processes are shown."""
         return InFlight(self.prefill_inflight, self.decode_inflight, self.held)
+
+    @property
+    def parts(self) -> frozenset[tuple[Part, str]]:
+        """What it does, and for which model."""
+        info = self.given.member.info
+        can = {Part.PREFILL: info.role.can_prefill, Part.DECODE: info.role.can_decode}
+        return frozenset((part, info.model) for part in can if can[part])
 
     @property
     def has_model(self) -> bool:
@@ -243,3 +250,21 @@ class WorkerHold:
         if entry is not None:
             entry.held -= 1
             self._on_change(entry)
+
+
+def weigh_suspicions(entries: Iterable[WorkerEntry], *, is_connected: bool) -> None:
+    """Say of each worker whether a coordinator's suspicion keeps requests away from it.
+
+    A coordinator that suspects all workers of a part says something of itself (it was cut off, or stood still) and
+    nothing of them: they are tried as before. One that is not heard cannot take a suspicion back: until it is heard
+    again its suspects are tried last.
+    """
+    leased = [entry for entry in entries if entry.given.has_lease]
+    told_apart = {part for entry in leased if not entry.given.member.is_suspect for part in entry.parts}
+    for entry in leased:
+        tells_apart = entry.parts <= told_apart
+        is_doubted = entry.given.member.is_suspect and not (is_connected and tells_apart)
+        is_closed = is_doubted and tells_apart
+        if (entry.is_suspicion_doubted, entry.suspect_is_closed) != (is_doubted, is_closed):
+            entry.is_suspicion_doubted, entry.suspect_is_closed = is_doubted, is_closed
+            entry.refresh()

@@ -28,7 +28,7 @@ from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
 from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import LoadBoard
-from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold
+from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold, weigh_suspicions
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.members import workers_of
 from kvxfer.router.fleet.pools import EnginePools
@@ -191,17 +191,7 @@ class Workers:
         return False
 
     def _weigh_suspicions(self) -> None:
-        """A coordinator that is not heard cannot take a suspicion back: until it is heard again its suspects are only
-        tried last, and where it left with all under suspicion, that says something of it and nothing of them."""
-        leased = [entry for entry in self._entries.values() if entry.given.has_lease]
-        doubts = not self._is_connected
-        tells_apart = not all(entry.given.member.is_suspect for entry in leased)
-        for entry in leased:
-            is_doubted = doubts and entry.given.member.is_suspect
-            is_closed = is_doubted and tells_apart
-            if (entry.is_suspicion_doubted, entry.suspect_is_closed) != (is_doubted, is_closed):
-                entry.is_suspicion_doubted, entry.suspect_is_closed = is_doubted, is_closed
-                entry.refresh()
+        weigh_suspicions(self._entries.values(), is_connected=self._is_connected)
         self._stale()
 
     def _leave(self, entry: WorkerEntry) -> None:

@@ -87,6 +87,26 @@ def test_workers_suspicions_of_a_lost_coordinator_only_push_a_worker_back() -> N
     assert seen() == [(False, False)]
 
 
+def test_workers_all_of_a_part_under_suspicion_are_tried_as_before() -> None:
+    """What is said of all decode workers is not taken back by a prefill worker that is live."""
+    workers, _ = fleet()
+    workers.is_connected = True
+    prefill = member("p0", role=Role.PREFILL)
+    d0, d1 = (dataclasses.replace(member(f"d{n}", port=2 + n), is_suspect=True) for n in range(2))
+
+    def suspects() -> set[str]:
+        return {one.member.ref.agent_id for one in workers.candidates() if one.member.is_suspect}
+
+    workers.update(Membership(1, (prefill, d0, d1)))
+    assert suspects() == set()
+    assert not any(candidate.is_last_choice for candidate in workers.candidates())
+    workers.update(Membership(2, (prefill, d0, dataclasses.replace(d1, is_suspect=False))))
+    assert suspects() == {"d0"}
+    other = dataclasses.replace(d1, is_suspect=False, info=dataclasses.replace(d1.info, model="other"))
+    workers.update(Membership(3, (prefill, d0, other), (d1.ref,)))
+    assert suspects() == set()
+
+
 def test_workers_with_an_address_beside_the_allowed_ones_get_nothing(caplog: pytest.LogCaptureFixture) -> None:
     workers, _ = fleet(allowed=HostList("allow_http_host", ["127.0.0.0/8"]))
     outside = member("d1")
