@@ -117,7 +117,8 @@ class SoakedCluster:
         await self.whole(START_S)
 
     async def whole(self, within_s: float = WHOLE_S) -> float:
-        """Wait until both routers would place requests at all workers, and no part is missing; how long it took."""
+        """Wait until both routers would place requests at all workers, routers and workers hear a coordinator, and no
+        part is missing; how long it took."""
         return await self._until(self._is_whole, "all parts to see each other", within_s)
 
     async def close(self) -> None:
@@ -265,8 +266,11 @@ class SoakedCluster:
 
     def note(self, name: str, what: str) -> None:
         """Add an ending."""
-        at_s = round(time.monotonic() - self.began_s, 2)
-        self.endings.append({"at_s": at_s, "part": name, "what": what})
+        self.endings.append({"at_s": self.now_s(), "part": name, "what": what})
+
+    def now_s(self) -> float:
+        """Since the load began."""
+        return round(time.monotonic() - self.began_s, 2)
 
     async def _has_etcd(self) -> bool:
         for part in self.parts.values():
@@ -285,6 +289,12 @@ class SoakedCluster:
             ready = {entry["agent_id"] for entry in entries if entry["is_ready"] and not entry["is_suspect"]}
             if ready != set(WORKERS) or len(entries) != len(WORKERS):
                 return False
+            answer = await self._client.get(f"{self.parts[name].url}/metrics")
+            if metric(answer.text, "kvxfer_router_coordinator_connected") != 1.0:
+                return False
+        for known in await asyncio.gather(*map(self.statistics, WORKERS)):
+            if known is None or not (known["agent"] or {}).get("is_coordinator_connected"):
+                return False
         for name in COORDINATORS:
             answer = await self._client.get(f"http://{self.parts[name].host.address}:{METRICS}/ready")
             if answer.status_code != 200:
@@ -300,3 +310,11 @@ class SoakedCluster:
             if time.monotonic() - began_s > within_s:
                 raise DeadlineExceededError(f"not within {within_s:g} s: {what}")
             await asyncio.sleep(POLL_S)
+
+
+def metric(text: str, name: str) -> float:
+    """The value of the metric of this name, which has no labels. Raises KeyError."""
+    for line in text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[1])
+    raise KeyError(name)

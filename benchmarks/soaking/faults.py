@@ -60,10 +60,11 @@ class Faults:
                 yield
                 await host.join(other)
             case "disk":
+                full_s = self._cluster.now_s()
                 await asyncio.to_thread(host.fill)
                 yield
                 host.empty()
-                await self._after_full_disk(fault.victim)
+                await self._after_full_disk(fault.victim, full_s)
             case "clock":
                 self._set_clock(fault.victim, fault.amount)
                 yield
@@ -78,11 +79,13 @@ class Faults:
             case kind:
                 raise ConfigError(f"there is no fault {kind}")
 
-    async def _after_full_disk(self, name: str) -> None:
-        """etcd ends itself where it cannot write; an operator starts it again."""
+    async def _after_full_disk(self, name: str, full_s: float) -> None:
+        """etcd ends itself where it cannot write; an operator starts it again. Its endings since ``full_s`` are no
+        wonder."""
         part = self._cluster.parts[name]
         if part.role == "etcd" and part.pid is None:
-            self._cluster.endings = [ending for ending in self._cluster.endings if ending["part"] != name]
+            kept = [each for each in self._cluster.endings if each["part"] != name or each["at_s"] < full_s]
+            self._cluster.endings = kept
             await self._cluster.begin(name)
 
     # --- clocks ---

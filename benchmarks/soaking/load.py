@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import numpy as np
 
 from kvxfer.openai.sse import EventDecoder
-from soaking.records import Asked, Attempt, Question
+from soaking.records import TOO_LONG, Asked, Attempt, Question
 
+ACCOUNT, ACCOUNT_COMMENT = "x-kvxfer-account", b": kvxfer-account "
 CONNECT_S, SILENT_S, WHOLE_ANSWER_S = 3.0, 30.0, 90.0
 AGAIN_AFTER_S = 0.2
 ATTEMPTS_MAX = 8
@@ -80,7 +81,7 @@ class Clients:
             except _LeftError:
                 asked.outcome = "left"
             except TimeoutError:
-                attempt.name = "answer_too_long"
+                attempt.name, attempt.is_named = TOO_LONG, False
             except httpx.HTTPError as error:
                 attempt.name, attempt.is_named = _name_of(error, attempt.had_byte)
                 attempt.said = repr(error)
@@ -107,7 +108,9 @@ class Clients:
         }
         url = f"{self._routers[attempt.router]}/v1/completions"
         got: list[int] = []
-        async with self._clients[attempt.router].stream("POST", url, json=body) as response:
+        async with self._clients[attempt.router].stream("POST", url, json=body, headers={ACCOUNT: "1"}) as response:
+            if told := response.headers.get(ACCOUNT):
+                _note_agents(attempt, json.loads(told))
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 attempt.name, attempt.is_named = _code_of(response.status_code, text)
@@ -127,8 +130,10 @@ class Clients:
                     attempt.name = attempt.name or "error_without_code"
                 account = event.get("kvxfer") or {}
                 asked.transfer = str(account.get("prefill", asked.transfer))
+                _note_agents(attempt, account)
                 for choice in event.get("choices", ()):
                     got += choice.get("token_ids") or ()
+                attempt.had_token = bool(got)
                 if tuple(got) != question.right[: len(got)]:
                     asked.outcome, asked.wrong = "wrong", f"{got} is not {list(question.right)}"
                     return
@@ -158,7 +163,16 @@ async def _events(response: httpx.Response, attempt: Attempt) -> AsyncIterator[d
         async for chunk in chunks:
             attempt.had_byte = attempt.had_byte or bool(chunk)
             for event in decoder.feed(chunk):
-                yield None if event.is_done else event.json()
+                if event.data:
+                    yield None if event.is_done else event.json()
+                elif event.raw.lstrip().startswith(ACCOUNT_COMMENT):
+                    _note_agents(attempt, json.loads(event.raw.lstrip().removeprefix(ACCOUNT_COMMENT)))
+
+
+def _note_agents(attempt: Attempt, account: Mapping[str, Any]) -> None:
+    """The workers that had it, as far as the router's account names them."""
+    attempt.prefill_agent = str(account.get("prefill_agent") or attempt.prefill_agent)
+    attempt.decode_agent = str(account.get("decode_agent") or attempt.decode_agent)
 
 
 def _code_of(status: int, text: str) -> tuple[str, bool]:

@@ -1,7 +1,8 @@
 """Which fault befalls which part, and when: a list made from a seed alone. Pure; it must never know how a fault is
 made.
 
-Every kind comes once before any comes twice, and within a kind every part that it can befall.
+Every kind comes once before any comes twice, and within a kind every part that it can befall. One process of each role
+is never ended: what grows over hours is seen in it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ BEFALLS: dict[str, tuple[str, ...]] = {
 - ``delay``: each of its packets takes ``amount`` milliseconds longer, each way
 - ``loss``: a share ``amount`` of its packets is lost, each way
 """
+ENDING = ("kill", "restart")
+SPARED = ("p1", "d2", "router-2", "coordinator-2")
+"""No fault of the kinds ENDING befalls these parts; all others do."""
 PEERS = {"prefill": ("decode", "router", "coordinator"), "decode": ("prefill", "router", "coordinator")}
 AMOUNTS: dict[str, tuple[float, ...]] = {
     "clock": (-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0 * 400),
@@ -91,7 +95,7 @@ def _faults(
     random: np.random.Generator, span_s: float, parts: Mapping[str, str], kinds: Sequence[str]
 ) -> Iterator[PlannedFault]:
     order = _Deck(kinds, random)
-    victims = {kind: _Deck([name for name, role in parts.items() if role in BEFALLS[kind]], random) for kind in kinds}
+    victims = {kind: _Deck(_befallen(kind, parts), random) for kind in kinds}
     for number in range(1, int(span_s / EVERY_S)):
         kind = order.next()
         victim = victims[kind].next()
@@ -102,3 +106,8 @@ def _faults(
             peer = others[int(random.integers(len(others)))]
         amounts = AMOUNTS.get(kind, (0.0,))
         yield PlannedFault(number * EVERY_S, length_s, kind, victim, peer, amounts[int(random.integers(len(amounts)))])
+
+
+def _befallen(kind: str, parts: Mapping[str, str]) -> list[str]:
+    befallen = [name for name, role in parts.items() if role in BEFALLS[kind]]
+    return [name for name in befallen if kind not in ENDING or name not in SPARED]

@@ -7,6 +7,8 @@ import math
 
 AFTER_S = 2.0
 """A failure so soon after a fault, when all parts have seen each other again, is still the fault's."""
+TOO_LONG = "answer_too_long"
+"""What a client calls an answer that it gave up after the longest time that one may take: nobody told it why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Question:
 @dataclasses.dataclass
 class Attempt:
     """``name`` of its failure; empty: it was answered. ``is_named``: the router said what failed, or the client can see
-    it (its router is not there). ``had_byte``: something of the answer had come."""
+    it (its router is not there). ``had_byte``: something of the answer had come; ``had_token``: a token of it. The
+    agents are those that the router's account names; empty where none came."""
 
     at_s: float
     router: str
@@ -30,12 +33,16 @@ class Attempt:
     is_named: bool = True
     ended_s: float = 0.0
     said: str = ""
+    had_token: bool = False
+    prefill_agent: str = ""
+    decode_agent: str = ""
 
 
 @dataclasses.dataclass
 class Asked:
     """One request. ``outcome``: right, wrong, cut (failed after its first byte), failed (no router answered), or left
-    (the client lost interest)."""
+    (the client lost interest). ``prefill`` is where the router meant to have the prompt computed, ``transfer`` where
+    the decode worker says that it was."""
 
     number: int
     question: int
@@ -71,7 +78,7 @@ class HappenedFault:
 @dataclasses.dataclass
 class Samples:
     """Of one process, from its start on. ``memory_mb`` is its resident memory without pages of files and of shared
-    memory: those of the pool come with the first use of each block."""
+    memory: those of the pool come with the first use of each block, and are ``shared_mb``."""
 
     part: str
     role: str
@@ -80,3 +87,8 @@ class Samples:
     memory_mb: list[float] = dataclasses.field(default_factory=list)
     descriptors: list[int] = dataclasses.field(default_factory=list)
     threads: list[int] = dataclasses.field(default_factory=list)
+    shared_mb: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def lived_s(self) -> float:
+        return self.at_s[-1] - self.at_s[0] if self.at_s else 0.0

@@ -61,6 +61,7 @@ class Watch:
                     samples.memory_mb.append(found[0])
                     samples.descriptors.append(found[1])
                     samples.threads.append(found[2])
+                    samples.shared_mb.append(found[3])
             for name, known in zip(WORKERS, await asyncio.gather(*map(self._cluster.statistics, WORKERS)), strict=True):
                 if known is not None:
                     pool = known["pool"]
@@ -82,10 +83,11 @@ class Watch:
             await asyncio.sleep(0.2)
 
 
-def _look_at(pid: int) -> tuple[float, int, int] | None:
+def _look_at(pid: int) -> tuple[float, int, int, float] | None:
     process = pathlib.Path(f"/proc/{pid}")
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in (process / "status").read_text().splitlines())
         status = {words[0]: words[1] for words in lines if len(words) > 1}
-        return round(int(status["RssAnon:"]) / 1024, 2), len(os.listdir(process / "fd")), int(status["Threads:"])
+        own_mb, shared_mb = (round(int(status[name]) / 1024, 2) for name in ("RssAnon:", "RssShmem:"))
+        return own_mb, len(os.listdir(process / "fd")), int(status["Threads:"]), shared_mb
     return None

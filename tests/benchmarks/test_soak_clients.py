@@ -40,6 +40,10 @@ def failed(code: str) -> bytes:
     return b"data: " + json.dumps({"error": {"code": code, "message": "x"}}).encode() + b"\n\n"
 
 
+def account(**names: str) -> bytes:
+    return b": kvxfer-account " + json.dumps(names).encode() + b"\n\n"
+
+
 WHOLE = [event(5), event(6, 7), b"data: [DONE]\n\n"]
 
 
@@ -118,6 +122,45 @@ async def test_what_a_client_calls_it(parts: Any, case: str, monkeypatch: pytest
         assert (asked.outcome, [attempt.name for attempt in asked.attempts]) == (outcome, names)
         assert [not attempt.is_named for attempt in asked.attempts] == [name in UNNAMED for name in names]
         assert routers.asked == ["one", "other"][: len(names)]
+
+
+async def test_a_client_notes_the_workers_and_whether_a_token_had_come(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = account(prefill_agent="p2", decode_agent="d1")
+    with_token = answer(event(5), told + failed("peer_gone"))
+    without = answer(told, failed("peer_gone"))
+    for said, had_token in ((with_token, True), (without, False)):
+        async with Routers({"one": [said]}) as routers, asking(parts, routers.urls, monkeypatch) as asked:
+            (attempt,) = asked.attempts
+            assert (attempt.name, attempt.had_byte, attempt.had_token) == ("peer_gone", True, had_token)
+            assert (attempt.prefill_agent, attempt.decode_agent) == ("p2", "d1")
+
+
+async def test_a_client_notes_the_workers_of_a_whole_answer(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"choices": [{"token_ids": RIGHT}], "kvxfer": {"prefill": "remote", "decode_agent": "d2"}}
+    said = answer(json.dumps(body).encode(), kind="application/json")
+    said = said.replace(b"\r\n", b'\r\nx-kvxfer-account: {"prefill_agent": "p1", "decode_agent": null}\r\n', 1)
+    async with Routers({"one": [said]}) as routers, asking(parts, routers.urls, monkeypatch) as asked:
+        assert (asked.outcome, asked.transfer) == ("right", "remote")
+        assert (asked.attempts[0].prefill_agent, asked.attempts[0].decode_agent) == ("p1", "d2")
+        assert asked.attempts[0].had_token
+
+
+async def test_an_answer_that_never_ends_has_no_name(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts["load"], "WHOLE_ANSWER_S", 0.2)
+
+    async def halt(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(halt, "127.0.0.1", 0)
+    async with server, Routers({"other": [answer(*WHOLE)]}) as routers:
+        urls = {"one": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", **routers.urls}
+        async with asking(parts, urls, monkeypatch) as asked:
+            first, second = asked.attempts
+            assert (first.name, first.is_named, second.name) == (parts["records"].TOO_LONG, False, "")
 
 
 async def test_a_client_whose_router_is_not_there_asks_the_other(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 usage: python -m tests.cluster.demo [--lines 4] [--down-s 6] [--verbose]
 
 Three coordinators on three nodes of etcd, two routers, two prefill and two decode workers; the last line is
-"none failed" where no request failed and no token was wrong.
+"none failed" where no request failed, no token was wrong, and no client had to ask again but where a router died.
 """
 
 from __future__ import annotations
@@ -128,6 +128,9 @@ def verdict(rows: list[FaultRow], whole: Tally, lost: list[str]) -> bool:
         print(f"  {sentence}", flush=True)
     if whole.failed or whole.wrong or lost:
         print(f"{len(whole.failed)} requests failed, {whole.wrong} answers were wrong", flush=True)
+        return False
+    if asked_again := sum(row.tally.retried for row in rows if row.kind != "router"):
+        print(f"{asked_again} requests were asked again although no router was killed", flush=True)
         return False
     if not whole.remote or not all(row.tally.done for row in rows):
         print("no request ran, or no prefill worker had a part in one, so nothing was shown", flush=True)

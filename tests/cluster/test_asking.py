@@ -84,8 +84,8 @@ async def test_a_count_begins_anew_and_the_whole_goes_on() -> None:
         assert 2 <= tally.done <= clients.whole.done - 2
 
 
-def rows(tally: Tally) -> list[demo.FaultRow]:
-    return [demo.FaultRow("router", "r0", tally, 6.0, 0.25)]
+def rows(tally: Tally, kind: str = "router") -> list[demo.FaultRow]:
+    return [demo.FaultRow(kind, "r0", tally, 6.0, 0.25)]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,15 @@ def test_the_last_line(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == last
     assert all(sentence in "\n".join(lines) for sentence in (*tally.failed, *lost))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in demo.VICTIMS])
+def test_a_client_asks_again_only_where_a_router_died(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tally = Tally(done=9, retried=2, remote=9)
+    is_router = kind == "router"
+    assert demo.verdict(rows(tally, kind), tally, []) is is_router
+    last = "none failed" if is_router else "2 requests were asked again although no router was killed"
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_the_table() -> None:
