@@ -152,7 +152,9 @@ class EtcdStore:
         self._broken.clear()
         answer = await self._range(PREFIX)
         found = {kv.key: kv.value for kv in answer.kvs}
-        self._see_number(found.get(NUMBER))
+        for kv in answer.kvs:
+            if kv.key == NUMBER:
+                self._see_number(kv)
         owners = {_text(key[len(OWNERS) :]): _text(raw) for key, raw in found.items() if key.startswith(OWNERS)}
         self._known.clear()
         records = self._readable({key: raw for key, raw in found.items() if key.startswith(AGENTS)})
@@ -178,7 +180,7 @@ class EtcdStore:
                 if not is_gone:
                     owners[_text(key[len(OWNERS) :])] = _text(event.kv.value)
             elif key == NUMBER and not is_gone:
-                self._see_number(event.kv.value)
+                self._see_number(event.kv)
             elif key.startswith(AGENTS):
                 raws[key] = None if is_gone else event.kv.value
                 if is_gone and self._known.get(key, (0,))[0] < event.kv.mod_revision:
@@ -309,11 +311,13 @@ class EtcdStore:
             name = NUMBER.decode()
             raise CoordinatorUnavailableError(f"the store {self} has no number at {name}, but {raw!r:.100}") from None
 
-    def _see_number(self, raw: bytes | None) -> None:
-        """What another coordinator gave is believed here."""
-        if raw is not None:
-            with contextlib.suppress(CoordinatorUnavailableError):  # who asks for a number hears of it
-                self._numbers.stored(self._number_in(raw))
+    def _see_number(self, found: Any) -> None:
+        """What another coordinator gave is believed here, and the next one is above it."""
+        with contextlib.suppress(CoordinatorUnavailableError):  # an agent that asks for a number hears of it
+            number = self._number_in(found.value)
+            self._numbers.stored(number)
+            if found.mod_revision > self._number_at[1]:
+                self._number_at = (number, found.mod_revision)
 
     def _version(self, found: Any) -> Version:
         """Of what stands at a key; of what cannot be read, below every version."""
