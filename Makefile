@@ -293,15 +293,13 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed
 MARKS = not nightly
 TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_zero_copy.py \
     tests/native/test_regions.py tests/native/test_endings.py tests/native/test_sessions.py
-# Its owner writes to memory while the bytes of a cancelled read leave from there, as owners may: the reader drops them.
-RACES = post_cancel_races_the_bytes
 asan: PART = asan
 asan: $(VENV)/.installed
 	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized asan address,undefined $(ARGS)
 
 tsan: PART = tsan
 tsan: $(VENV)/.installed
-	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized tsan thread -k 'not $(RACES)' $(TSAN_TESTS) $(ARGS)
+	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized tsan thread $(TSAN_TESTS) $(ARGS)
 
 # What people install: the wheel, tested from another directory, where the checkout cannot be imported by accident.
 test-installed: wheel
