@@ -5,6 +5,8 @@ idempotent, capped, and never reviving, verdicts remembered by nonce, ids never 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import resource
 from typing import Any
 
 import pytest
@@ -412,6 +414,26 @@ def test_tombstones_are_bounded() -> None:
         table.grant(id_, ledger, [0], "", TTL, 1)
         table.end(id_, GrantEvent.REVOKE, 2)
     assert [table.state(id_, 3) for id_ in IDS] == [None, GrantState.REVOKED, GrantState.REVOKED]
+
+
+def resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.no_sanitizer  # it measures memory
+def test_tombstones_keep_nothing_of_a_grants_blocks() -> None:
+    """There are 65,536 of them, and a long prompt has thousands of blocks."""
+    blocks, grants = 8192, 1000
+    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, blocks, 16, bytes(32), True))
+    before = 0
+    for number in range(grants + 10):
+        if number == 10:
+            before = resident_bytes()
+        id_ = number.to_bytes(16, "big")
+        table.grant(id_, ledger, list(range(blocks)), "", TTL, 1)
+        table.ready(id_, blocks, 0, True, 1)
+        table.end(id_, GrantEvent.REVOKE, 1)
+    assert resident_bytes() - before < grants * blocks * 8 / 4
 
 
 def test_ready_on_an_expired_grant_does_not_swallow_its_end() -> None:

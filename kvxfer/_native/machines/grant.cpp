@@ -440,7 +440,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   count_unread(grant, false);
   grant.claim->give_back();
   grant.claim.reset();
-  grant.checksums.clear();
+  decltype(grant.checksums)().swap(grant.checksums);  // clear() would keep their memory for as long as the tombstone is there
   if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
   --counts_.alive;
   switch (grant.state) {
