@@ -436,6 +436,19 @@ def test_tombstones_keep_nothing_of_a_grants_blocks() -> None:
     assert resident_bytes() - before < grants * blocks * 8 / 4
 
 
+def test_a_tombstone_is_small() -> None:
+    """A busy source has 65,536 of them after its first hours."""
+    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    count, before = 30_000, 0
+    for number in range(count + 1000):
+        if number == 1000:
+            before = resident_bytes()
+        id_ = number.to_bytes(16, "big")
+        table.grant(id_, ledger, [0, 1], "", TTL, 1)
+        table.end(id_, GrantEvent.REVOKE, 1)
+    assert (resident_bytes() - before) / count < 400
+
+
 def test_ready_on_an_expired_grant_does_not_swallow_its_end() -> None:
     """An error drops the effects of its call: GrantEnded must come with the next, or the blocks are lost for ever."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))

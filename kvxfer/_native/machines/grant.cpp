@@ -89,7 +89,8 @@ GrantCounts GrantTable::counts() const {
 void GrantTable::count_unread(const Grant& grant, bool is_unread) {
   if (grant.is_of_elements || grant.has_begun) return;
   counts_.unread += is_unread ? 1 : -1;
-  counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
+  const size_t blocks = grant.promise->claim->count();
+  counts_.unread_blocks += is_unread ? blocks : -blocks;
 }
 
 // A peer that aborted a pull may not have been the reader that the owner means: a grant that is made or aborted later replaces that
@@ -100,6 +101,15 @@ GrantTable::Grant& GrantTable::add(const TransferId& id) {
   Grant& grant = grants_[id];
   grant.id = id;
   grant.serial = next_serial_++;
+  return grant;
+}
+
+GrantTable::Grant& GrantTable::add_alive(const TransferId& id, std::unique_ptr<MemoryClaim> claim, Nanos now) {
+  Grant& grant = add(id);
+  grant.promise = std::make_unique<Promise>();
+  grant.promise->claim = std::move(claim);
+  grant.promise->lifetime_end = now + limits_.lifetime_max_ns;
+  ++counts_.alive;
   return grant;
 }
 
@@ -119,13 +129,10 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   auto claim = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
   claim->take();
 
-  Grant& grant = add(id);
-  grant.claim = std::move(claim);
+  Grant& grant = add_alive(id, std::move(claim), now);
+  grant.promise->content_digest = content_digest;
   grant.reader_id = reader;
   grant.is_open = reader.empty();
-  grant.content_digest = content_digest;
-  grant.lifetime_end = now + limits_.lifetime_max_ns;
-  ++counts_.alive;
   count_unread(grant, true);
   set_expiry(grant, now + ttl_ns);
 
@@ -141,19 +148,17 @@ Nanos GrantTable::grant_elements(const TransferId& id, std::unique_ptr<MemoryCla
   claim->take();
   if (cost != 0) fetches_.take(charged, cost);
 
-  Grant& grant = add(id);
+  Grant& grant = add_alive(id, std::move(claim), now);
   grant.is_of_elements = true;
-  grant.charged = charged;
-  grant.cost = cost;
   grant.reader = reader;
-  grant.seq = 1;
-  grant.ready_blocks = claim->count();
-  grant.is_complete = true;
-  grant.claim = std::move(claim);
-  grant.lifetime_end = now + limits_.lifetime_max_ns;
-  ++counts_.alive;
+  Promise& promise = *grant.promise;
+  promise.charged = charged;
+  promise.cost = cost;
+  promise.seq = 1;
+  promise.ready_blocks = promise.claim->count();
+  promise.is_complete = true;
   set_expiry(grant, now + ttl_ns);
-  return grant.lifetime_end;
+  return promise.lifetime_end;
 }
 
 bool GrantTable::is_of_elements(const TransferId& id) const {
@@ -196,8 +201,8 @@ bool GrantTable::has_confirmed(const TransferId& id) const {
 void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
   std::vector<TransferId> over;
   for (const auto& [id, grant] : grants_) {
-    if (!grant.is_of_elements || !grant.claim) continue;
-    const std::vector<uint32_t> regions = grant.claim->maps();
+    if (!grant.is_of_elements || !grant.promise) continue;
+    const std::vector<uint32_t> regions = grant.promise->claim->maps();
     if (std::binary_search(regions.begin(), regions.end(), region)) over.push_back(id);
   }
   std::sort(over.begin(), over.end());
@@ -220,27 +225,28 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
   Grant& grant = found->second;
   // A throw drops the effects of its call, so this call must not end the grant; tick() will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
-  const uint32_t total = grant.claim->count();
+  Promise& promise = *grant.promise;
+  const uint32_t total = promise.claim->count();
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
   if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
-  if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "the count of ready blocks never shrinks");
-  if (!checksums.empty() && checksums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "ready needs one checksum for each new block");
+  if (blocks < promise.ready_blocks || (promise.is_complete && !complete)) throw Error(Code::invalid_argument, "the count of ready blocks never shrinks");
+  if (!checksums.empty() && checksums.size() != blocks - promise.ready_blocks) throw Error(Code::invalid_argument, "ready needs one checksum for each new block");
   grant.state = next_state(grant.state, GrantEvent::Ready);
-  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.checksums.push_back(checksums.empty() ? std::nullopt : std::optional(checksums[i]));
-  grant.ready_blocks = blocks;
-  grant.layers = layers;
-  grant.is_complete = complete;
-  ++grant.seq;
+  for (uint32_t i = 0; i < blocks - promise.ready_blocks; ++i) promise.checksums.push_back(checksums.empty() ? std::nullopt : std::optional(checksums[i]));
+  promise.ready_blocks = blocks;
+  promise.layers = layers;
+  promise.is_complete = complete;
+  ++promise.seq;
   serve(grant, now, out);
 }
 
 std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const TransferId& id, uint32_t blocks) const {
   const auto found = grants_.find(id);
   if (found == grants_.end() || found->second.is_of_elements || found->second.state != GrantState::Alive) return {};
-  const Grant& grant = found->second;
-  const PoolInfo& pool = *grant.claim->pool();
-  if (!pool.has_checksums || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
-  const Extent extent = grant.claim->part(grant.ready_blocks, blocks - grant.ready_blocks);
+  const Promise& promise = *found->second.promise;
+  const PoolInfo& pool = *promise.claim->pool();
+  if (!pool.has_checksums || blocks <= promise.ready_blocks || blocks > promise.claim->count()) return {pool.id, {}};
+  const Extent extent = promise.claim->part(promise.ready_blocks, blocks - promise.ready_blocks);
   const auto begin = extent.ids->begin() + extent.first;
   return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
 }
@@ -269,11 +275,6 @@ bool GrantTable::is_alive(const TransferId& id, uint64_t serial, Nanos now) cons
   return found != grants_.end() && (serial == 0 || serial == found->second.serial) && is_alive(found->second, now);
 }
 
-void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out) {
-  if (code == Code::refused) count_refusal();
-  out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}});
-}
-
 void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_aborted_by_another(pull.id, peer)) {
     lapse(found->second, now, out);
@@ -287,15 +288,6 @@ void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pu
   tell(*waiting, now, out);
 }
 
-void GrantTable::tell(WaitingPull& waiting, Nanos now, Effects& out) {
-  const TransferId& id = waiting.pull.id;
-  const bool is_known = intake_.expects(id);
-  const auto age_ms = static_cast<uint32_t>(std::min<Nanos>(intake_.age(waiting.came_at, now) / kMillisecond, UINT32_MAX));
-  waiting.tell_at = now + limits_.queued_every_ns;
-  out.push_back(SendFrame{waiting.session, Queued{id, waiting.pull.attempt, is_known, is_known ? intake_.position(id) : kPositionUnknown,
-                                                  intake_.has_work(), age_ms}});
-}
-
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   const bool is_other_reader = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
   if (is_other_reader) {
@@ -306,11 +298,12 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (!is_alive(grant, now)) {
     return refuse(session, pull, code_of(grant.state), grant.why.empty() ? "the grant has ended" : "the grant has ended: " + grant.why, out);
   }
-  const MemoryClaim& claim = *grant.claim;
+  Promise& promise = *grant.promise;
+  const MemoryClaim& claim = *promise.claim;
   if (claim.pool() != nullptr && (pull.digest != claim.pool()->digest || pull.block_bytes != claim.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
   }
-  if (pull.content_digest != grant.content_digest && pull.content_digest != Bytes32{} && grant.content_digest != Bytes32{}) {
+  if (pull.content_digest != promise.content_digest && pull.content_digest != Bytes32{} && promise.content_digest != Bytes32{}) {
     return refuse(session, pull, Code::incompatible, "content digests differ: the two sides do not mean the same tokens", out);
   }
   if ((pull.count == 0 && grant.is_of_elements) || uint64_t{pull.first} + pull.count > claim.count()) {
@@ -327,9 +320,9 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   count_unread(grant, true);
   grant.reader = peer;
   grant.state = next_state(grant.state, GrantEvent::Pull);
-  grant.reading = Reading{};
-  grant.reading->session = session;
-  grant.reading->pull = pull;
+  promise.reading = Reading{};
+  promise.reading->session = session;
+  promise.reading->pull = pull;
   if (needs_map(pull.lane)) {
     for (const uint32_t id : claim.maps()) out.push_back(SendMap{session, id, pull.lane});
   }
@@ -387,7 +380,9 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   if (has_bug(Bug::renew_revives) && !is_alive(grant, now)) {
     if (grant.state != GrantState::Alive) {
       ++counts_.alive;
-      grant.claim = std::make_unique<NoClaim>();
+      grant.promise = std::make_unique<Promise>();
+      grant.promise->claim = std::make_unique<NoClaim>();
+      grant.promise->lifetime_end = now + limits_.lifetime_max_ns;
       count_unread(grant, true);
     }
     grant.state = GrantState::Alive;
@@ -398,20 +393,21 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   grant.renew_seq = renew.seq;
   const Nanos ttl = std::min<Nanos>(Nanos{renew.ttl_ms} * kMillisecond, limits_.ttl_ns);
   grant.state = next_state(grant.state, GrantEvent::Renew);
-  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.lifetime_end)));
+  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.promise->lifetime_end)));
 }
 
 void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
   const auto found = grants_.find(cancel.id);
-  if (found == grants_.end() || !found->second.reading) return;
-  const Reading& reading = *found->second.reading;
-  if (reading.session == session && reading.pull.attempt <= cancel.attempt) found->second.reading.reset();
+  if (found == grants_.end()) return;
+  const Reading* reading = reading_of(found->second);
+  if (reading != nullptr && reading->session == session && reading->pull.attempt <= cancel.attempt) found->second.promise->reading.reset();
 }
 
 void GrantTable::session_closed(SessionId session, Nanos now) {
   waiting_.session_closed(session, now + limits_.away_max_ns);
   for (auto& [_, grant] : grants_) {
-    if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself stays: the reader may come back
+    const Reading* reading = reading_of(grant);
+    if (reading != nullptr && reading->session == session) grant.promise->reading.reset();  // the grant itself stays: the reader may come back
   }
 }
 
@@ -438,10 +434,9 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   grant.state = next_state(grant.state, event);
   expiries_.erase({grant.expiry, grant.id});
   count_unread(grant, false);
-  grant.claim->give_back();
-  grant.claim.reset();
-  decltype(grant.checksums)().swap(grant.checksums);  // clear() would keep their memory for as long as the tombstone is there
-  if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
+  const std::unique_ptr<Promise> promise = std::move(grant.promise);
+  promise->claim->give_back();
+  if (promise->cost != 0) fetches_.give_back(promise->charged, promise->cost);
   --counts_.alive;
   switch (grant.state) {
     case GrantState::Released: ++counts_.released; break;
@@ -450,10 +445,9 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     default: ++counts_.reader_gone; break;
   }
   // This notice only spares the reader useless work; safety does not depend on its arrival.
-  if (grant.reading && (grant.state == GrantState::Expired || grant.state == GrantState::Revoked)) {
-    out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
+  if (promise->reading && (grant.state == GrantState::Expired || grant.state == GrantState::Revoked)) {
+    out.push_back(SendFrame{promise->reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }
-  grant.reading.reset();
   if (grant.is_of_elements) return add_tombstone(ended_of_elements_, peer_tombstones_max(), grant.id);
   out.push_back(GrantEnded{grant.id, grant.state});
   add_tombstone(tombstones_, limits_.tombstones_max, grant.id);
@@ -469,7 +463,7 @@ void GrantTable::add_tombstone(std::deque<TransferId>& tombstones, size_t max, c
 
 void GrantTable::set_expiry(Grant& grant, Nanos expiry) {
   expiries_.erase({grant.expiry, grant.id});
-  grant.expiry = std::min(expiry, grant.lifetime_end);
+  grant.expiry = std::min(expiry, grant.promise->lifetime_end);
   expiries_.insert({grant.expiry, grant.id});
 }
 

@@ -161,40 +161,47 @@ class GrantTable {
     bool is_judged = false;
     bool has_zero_copy = false;     // the kernel may not have read all sent bytes: the reader asks for the verdict
   };
+  struct Promise {  // what a grant needs only while it is alive
+    std::unique_ptr<MemoryClaim> claim;
+    std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, if the owner gave them
+    AgentRef charged;                    // the peer whose quota it uses, where it has a cost
+    uint64_t cost = 0;
+    Bytes32 content_digest{};            // zero: the owner does not say
+    Nanos lifetime_end = 0;
+    uint32_t seq = 0, ready_blocks = 0, layers = 0;
+    bool is_complete = false;
+    std::optional<Reading> reading;
+  };
   struct Grant {
     TransferId id;
     uint64_t serial = 0;                 // unique to this grant
     GrantState state = GrantState::Alive;
-    std::unique_ptr<MemoryClaim> claim;  // while alive
-    std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, if the owner gave them
     bool is_of_elements = false;         // of registered memory: the owner does not know it
-    AgentRef charged;                    // the peer whose quota it uses, where it has a cost
-    uint64_t cost = 0;
-    std::string reader_id;               // empty: the first to come
     bool is_open = false;                // made for the first to come
-    Bytes32 content_digest{};            // zero: the owner does not say
-    std::optional<AgentRef> reader;      // bound
-    Nanos expiry = 0, lifetime_end = 0;
-    uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
-    bool is_complete = false;
     bool is_aborted = false;             // released by its reader before the grant was made
     bool has_begun = false;              // the reader's last pull asked for at least one block
-    std::string why;                     // the owner's reason for ending it
+    std::unique_ptr<Promise> promise;    // while alive: tens of thousands of tombstones stay without one
+    std::string reader_id;               // empty: the first to come
+    std::optional<AgentRef> reader;      // bound
+    Nanos expiry = 0;
+    uint32_t renew_seq = 0;
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
-    std::optional<Reading> reading;
+    std::string why;                     // the owner's reason for ending it
     std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first
   };
+  static Reading* reading_of(const Grant& grant) { return grant.promise && grant.promise->reading ? &*grant.promise->reading : nullptr; }
   bool is_alive(const Grant& grant, Nanos now) const { return grant.state == GrantState::Alive && now < grant.expiry; }
   void finish(Grant& grant, GrantEvent event, Effects& out);
   void lapse(Grant& grant, Nanos now, Effects& out);  // updates the state after its expiry
   void accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
   void serve(Grant& grant, Nanos now, Effects& out);
   Ready announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now);
-  static std::vector<uint32_t> checksums_of(const Grant& grant, uint32_t first, uint32_t count);
+  static std::vector<uint32_t> checksums_of(const Promise& promise, uint32_t first, uint32_t count);
   void send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out);
   Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
   void check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const;
   Grant& add(const TransferId& id);
+  Grant& add_alive(const TransferId& id, std::unique_ptr<MemoryClaim> claim, Nanos now);
   void check_count() const;
   void add_tombstone(std::deque<TransferId>& tombstones, size_t max, const TransferId& id);
   size_t peer_tombstones_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
