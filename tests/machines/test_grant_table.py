@@ -436,6 +436,7 @@ def test_tombstones_keep_nothing_of_a_grants_blocks() -> None:
     assert resident_bytes() - before < grants * blocks * 8 / 4
 
 
+@pytest.mark.no_sanitizer  # it measures memory
 def test_a_tombstone_is_small() -> None:
     """A busy source has 65,536 of them after its first hours."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
