@@ -16,6 +16,7 @@ from kvxfer.errors import ProtocolError
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 1 << 20
+CR, LF = 0x0D, 0x0A
 _LINE_END = re.compile(rb"[\r\n]")
 
 
@@ -48,6 +49,9 @@ class Event:
             raise ProtocolError("event data is not JSON") from None
 
 
+LATE_LF = Event(raw=b"\n", data=b"")
+
+
 def _is_one_line(chunk: bytes) -> bool:
     """Whether it is one whole event, of one line of data."""
     return (
@@ -59,7 +63,11 @@ def _is_one_line(chunk: bytes) -> bool:
 
 
 class EventDecoder:
-    """Incremental splitter: bytes in, whole events out. Lines end with LF, CRLF or CR."""
+    """Incremental splitter: bytes in, whole events out. Lines end with LF, CRLF or CR.
+
+    A CR ends its line at once. The LF of an event's last CRLF may come after the event was returned: it is returned as
+    an event without data then, as a comment is.
+    """
 
     def __init__(self, *, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self._event_bytes_max = event_bytes_max
@@ -67,6 +75,8 @@ class EventDecoder:
         self._line_start = 0
         self._scan = 0
         self._data: list[bytes] = []
+        self._after_cr = False
+        """Whether the event before ended with a CR."""
 
     @property
     def is_empty(self) -> bool:
@@ -81,36 +91,42 @@ class EventDecoder:
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes, return the events they complete; raise ProtocolError if one grows past its bound."""
         if not self._buffer and _is_one_line(chunk) and len(chunk) <= self._event_bytes_max:
+            self._after_cr = False
             return [Event(raw=chunk, data=chunk[6:-2])]  # as engines send most of them
-        self._buffer += chunk
         events: list[Event] = []
+        if self._after_cr and chunk:
+            self._after_cr = False
+            if chunk.startswith(b"\n"):
+                events.append(LATE_LF)
+                chunk = chunk[1:]
+        self._buffer += chunk
         while (line := self._next_line()) is not None:
             if line:
                 name, _, value = line.partition(b":")
                 if name == b"data":
                     self._data.append(value[1:] if value.startswith(b" ") else value)
                 continue
-            events.append(Event(raw=bytes(self._buffer[: self._line_start]), data=b"\n".join(self._data)))
+            raw = bytes(self._buffer[: self._line_start])
+            self._after_cr = raw.endswith(b"\r")
+            events.append(Event(raw=raw, data=b"\n".join(self._data)))
             del self._buffer[: self._line_start]
             self._line_start = self._scan = 0
             self._data = []
         if len(self._buffer) > self._event_bytes_max:
             raise ProtocolError(f"an event is longer than event_bytes_max {self._event_bytes_max}")
-        return [event for event in events if event.raw.strip(b"\r\n")]
+        return [event for event in events if event is LATE_LF or event.raw.strip(b"\r\n")]
 
     def _next_line(self) -> bytes | None:
-        buffer = self._buffer
+        """The next whole line without its end. An LF that comes after a CR belongs to the end of the line before."""
+        buffer, start = self._buffer, self._line_start
+        if 0 < start == self._scan < len(buffer) and buffer[start - 1] == CR and buffer[start] == LF:
+            start = self._line_start = self._scan = start + 1
         found = _LINE_END.search(buffer, self._scan)
         if found is None:
             self._scan = len(buffer)
             return None
         end = found.start()
-        width = 1
-        if buffer[end] == 0x0D:
-            if end + 1 == len(buffer):
-                self._scan = end
-                return None
-            width = 2 if buffer[end + 1] == 0x0A else 1
-        line = bytes(buffer[self._line_start : end])
-        self._line_start = self._scan = end + width
+        is_crlf = buffer[end] == CR and buffer[end + 1 : end + 2] == b"\n"
+        line = bytes(buffer[start:end])
+        self._line_start = self._scan = end + (2 if is_crlf else 1)
         return line

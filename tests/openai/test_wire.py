@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from kvxfer import errors
 from kvxfer.openai.errors import RequestError, error_body, status_for
-from kvxfer.openai.sse import DONE, EventDecoder, encode_event
+from kvxfer.openai.sse import DONE, LATE_LF, EventDecoder, encode_event
 from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams, parse_transfer_params
 from kvxfer.types import TransferId
 
 OBJECTS = st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=8) | st.integers(), max_size=3), max_size=5)
 
 
-@given(OBJECTS, st.lists(st.integers(0, 400), max_size=12), st.sampled_from([b"\n", b"\r\n"]))
+@given(OBJECTS, st.lists(st.integers(0, 400), max_size=12), st.sampled_from([b"\n", b"\r\n", b"\r"]))
 def test_events_survive_any_cut(objects: list[dict[str, Any]], cuts: list[int], line_end: bytes) -> None:
     stream = b"".join(encode_event(obj) for obj in objects) + b": comment\n\n" + DONE
     stream = stream.replace(b"\n", line_end)
@@ -27,6 +27,7 @@ def test_events_survive_any_cut(objects: list[dict[str, Any]], cuts: list[int], 
     decoder = EventDecoder()
     found = [event for at, end in itertools.pairwise(edges) for event in decoder.feed(stream[at:end])]
     assert b"".join(event.raw for event in found) == stream
+    found = [event for event in found if event != LATE_LF]
     assert [event.json() for event in found[:-2]] == objects
     assert found[-2].data == b""
     assert found[-1].is_done
@@ -38,6 +39,18 @@ def test_data_lines_are_joined_and_other_fields_ignored() -> None:
     assert event.data == b"a\nb\n"
     with pytest.raises(errors.ProtocolError):
         event.json()
+
+
+@pytest.mark.parametrize("rest", [b"", b"\n", b"\ndata: [DONE]\r\n\r\n", b"data: [DONE]\r\r"])
+def test_a_cr_ends_an_event_at_once(rest: bytes) -> None:
+    """Before, the event waited for the next byte, which a worker sends with its next event, or never."""
+    decoder = EventDecoder()
+    [event] = decoder.feed(b"data: a\r\n\r")
+    assert (event.raw, event.data) == (b"data: a\r\n\r", b"a")
+    found = decoder.feed(rest)
+    assert b"".join(event.raw for event in found) == rest
+    assert [event.data for event in found if event.data] == ([b"[DONE]"] if b"DONE" in rest else [])
+    assert not decoder.has_partial_event
 
 
 def test_half_an_event_is_kept_and_bounded() -> None:
