@@ -138,12 +138,16 @@ def check_joined(load: LoadOnEngines, *, prefill: str, decode: str) -> None:
 
 def check_order(record: MeasuredRequest) -> None:
     """What cannot be otherwise, on however busy a machine: the router had a request after it was due, and had ended its
-    answer before the client had all of it."""
+    answer before the client had all of it. A decode worker that was too slow is replaced, and the next one gets the
+    prompt that P had computed before this one was chosen."""
     account = record.account
     assert account is not None
     assert record.end_s is not None
-    assert 0 <= account["placed_s"] <= account["prefill_sent_s"] <= account["prefill_ended_s"] <= account["ended_s"]
-    assert account["decode_sent_s"] <= account["first_s"] <= account["ended_s"] <= record.end_s - record.due_s
+    assert 0 <= account["placed_s"] <= account["decode_sent_s"] <= account["first_s"] <= account["ended_s"]
+    assert 0 <= account["prefill_sent_s"] <= account["prefill_ended_s"] <= account["ended_s"]
+    assert account["ended_s"] <= record.end_s - record.due_s
+    if account["attempts"] == 1:
+        assert account["placed_s"] <= account["prefill_sent_s"]
 
 
 def check_not_joined(load: LoadOnEngines) -> None:
