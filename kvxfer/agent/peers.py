@@ -25,6 +25,7 @@ from kvxfer.errors import (
     LimitExceededError,
     PeerGoneError,
 )
+from kvxfer.patience import timeout_while_running
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
@@ -198,13 +199,13 @@ class Peers:
         """The newest incarnation with that name, as soon as a membership has it (and, with ``with_pools``, at least one
         pool of it). ``incarnation``: only that incarnation counts.
 
-        Raises PeerGoneError after ``timeout_s``, and at once if no coordinator could tell or a later incarnation is
-        known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
+        Raises PeerGoneError after ``timeout_s`` in which this process ran, and at once if no coordinator could tell or
+        a later incarnation is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
         """
         if self.ask is not None and self._find_incarnation(agent_id, incarnation) is None:
             self.ask(agent_id)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout_while_running(timeout_s):
                 while True:
                     member = self._find_incarnation(agent_id, incarnation)
                     if member is not None and (member.pools or not with_pools):

@@ -57,6 +57,7 @@ from kvxfer.errors import (
     TransferCancelledError,
     from_code,
 )
+from kvxfer.patience import timeout_while_running
 from kvxfer.types import AgentRef, Member, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -66,7 +67,7 @@ WATCH_S = 0.5
 ASKS_MAX = 4
 """How often a load begins again because its source revoked its grants."""
 SILENT_S = 1.5
-"""A source whose agent does not take a message for this time is gone."""
+"""A source whose agent does not take a message for this time, while this process runs, is gone."""
 
 
 class Loads:
@@ -482,7 +483,7 @@ class Loads:
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:
-            async with asyncio.timeout(SILENT_S):
+            async with timeout_while_running(SILENT_S):
                 for delivery in deliveries:
                     await delivery
         except TimeoutError:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from kvxfer.agent import Transfer
+from kvxfer.connectors.vllm import loads as loads_module
 from kvxfer.connectors.vllm import source as source_module
 from kvxfer.connectors.vllm.fetch import LoadEnded
 from kvxfer.connectors.vllm.loads import ASKS_MAX, Loads
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import ComputedBlocks, RemotePrompt, StepOrders
-from kvxfer.connectors.vllm.wire import Release
+from kvxfer.connectors.vllm.wire import Keep, Release
 from kvxfer.observe import Span, spans_to
 from tests.support.vllm_connector.pair import (
     LAYERS,
@@ -276,6 +277,15 @@ async def test_a_reader_that_falls_silent_loses_it(p: Rank, d: Rank, monkeypatch
     await until(lambda: bool(p.source._sends["r"].heard_s))
     await d.loads.close()
     await until(lambda: p.freed == ["r"], within_s=1.0)
+
+
+async def test_a_reader_that_did_not_run_calls_no_source_silent(d: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more engines than processors a rank stood still for 6 s, and blamed a source that had answered at once."""
+    monkeypatch.setattr(loads_module, "SILENT_S", 0.2)
+    telling = asyncio.ensure_future(d.loads.notify("p", Keep((new_id(),))))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251
+    assert (await telling).agent_id == "p"
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
