@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.engine.remote import ended_error
 from kvxfer.errors import (
     BlocksBusyError,
     GrantExpiredError,
     GrantGoneError,
+    GrantReleasedError,
     GrantRevokedError,
     IncompatibleError,
     InvalidArgumentError,
@@ -41,6 +43,8 @@ class World:
         self.agents: dict[str, FakeAgent] = {}
         self.grants: dict[TransferId, FakeGrant] = {}
         self.changed = asyncio.Event()
+        self.released: set[TransferId] = set()
+        """Transfers that their reader gave up before their grant was made."""
         self.breaches: list[str] = []
         self.pull_errors: dict[TransferId, KvxferError] = {}
         """A pull under this id copies its first block, then fails so."""
@@ -55,6 +59,15 @@ class World:
 
     def touch(self) -> None:
         self.loop.call_soon_threadsafe(self.changed.set)
+
+    def release(self, transfer_id: TransferId) -> None:
+        """What an agent's reader tells the source when it will not read, or not read on."""
+        with self.lock:
+            grant = self.grants.get(transfer_id)
+            if grant is None:
+                self.released.add(transfer_id)
+        if grant is not None:
+            grant.end(GrantState.RELEASED)
 
     def expire(self, transfer_id: TransferId) -> None:
         self.grants[transfer_id].end(GrantState.EXPIRED)
@@ -108,7 +121,7 @@ class FakeGrant:
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         with self.world.lock:
             if self.state is not GrantState.ALIVE:
-                raise GrantExpiredError("ended") if self.state is GrantState.EXPIRED else GrantRevokedError("ended")
+                raise ended_error(self.state)
             assert self.ready_blocks <= blocks <= len(self.blocks), "ready is cumulative and bounded"
             assert not complete or blocks == len(self.blocks)
             self.seen += [self.pool.digest([block]) for block in self.blocks[self.ready_blocks : blocks]]
@@ -180,6 +193,7 @@ class FakeTransfer:
         self.on_granted = on_granted
         self.timeout_s: float | None = None
         self.is_cancelled = False
+        self.is_told = False
         self.is_drained = asyncio.Event()
         self.task = asyncio.create_task(self._run())
 
@@ -213,6 +227,7 @@ class FakeTransfer:
         try:
             result = await self._pull()
         except BaseException:
+            self.world.release(self.transfer_id)
             self.drain_task = asyncio.create_task(self._drain_later())
             raise
         self._drain()
@@ -220,7 +235,6 @@ class FakeTransfer:
 
     async def _pull(self) -> FakeResult:
         world, early = self.world, 0
-        self.is_told = False
         error = world.pull_errors.get(self.transfer_id)
         wait_s = world.pull_wait_s if self.timeout_s is None else min(self.timeout_s, world.pull_wait_s)
         end_s = world.loop.time() + wait_s
@@ -347,6 +361,8 @@ class FakeAgent:
             if pool.reserved & set(blocks.tolist()):
                 self.world.breaches.append("a block was granted while it is pulled into")
                 raise BlocksBusyError("reserved")
+            if transfer_id in self.world.released:
+                raise GrantReleasedError("the reader gave it up")
             assert transfer_id not in self.world.grants, "a retry is a new transfer id"
             grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader, content_digest)
             self.world.grants[transfer_id] = grant
@@ -363,9 +379,7 @@ class FakeAgent:
 
     def abort_pull(self, transfer_id: TransferId, source: str) -> None:
         self.given_up.append(transfer_id)
-        grant = self.world.grants.get(transfer_id)
-        if grant is not None:
-            grant.end(GrantState.RELEASED)
+        self.world.release(transfer_id)
 
     def pull(
         self,
