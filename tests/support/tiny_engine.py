@@ -27,6 +27,8 @@ class TinyEngine:
             "/metrics": VLLM_LOAD,
         }
         self.statuses: dict[str, int] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        """Pages that are answered only once their event is set."""
         self.mode = "answer"
         self.asked: list[str] = []
         self.headers: list[dict[str, str]] = []
@@ -72,6 +74,8 @@ class TinyEngine:
                 if self.mode == "babble":
                     writer.write(b"no HTTP\r\n\r\n")
                     return
+                if path in self.gates:
+                    await self.gates[path].wait()
                 self._answer(writer, path)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

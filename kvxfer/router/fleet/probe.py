@@ -178,10 +178,14 @@ class Prober:
         task.add_done_callback(self._running.discard)
 
     async def _probe(self, entry: WorkerEntry, plan: _Plan) -> None:
+        was_due = entry.health.probe_due_s is not None
         try:
             event = await self._health(entry)
             if event is HealthEvent.PROBE_PASSED and not entry.given.has_lease:
                 await self._learn(entry, plan)
+            is_news = not was_due and entry.health.probe_due_s is not None
+            if event is HealthEvent.PROBE_PASSED and is_news:
+                return  # it may have answered before what requests met meanwhile, so that it is asked again
             if event is not None:
                 self._workers.probed(entry, event)
         except Exception:

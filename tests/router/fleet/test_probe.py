@@ -24,6 +24,7 @@ from tests.support.tiny_engine import TinyEngine, tiny_engines
 from tests.support.upstream import until
 
 FAST = ProbeOptions(probe_interval_s=0.05, probe_timeout_s=0.2, load_interval_s=0.05, identity_interval_s=30.0)
+SLOW = ProbeOptions(probe_interval_s=60.0)
 
 
 def named(engine: TinyEngine, name: str = "d0", dialect: str = "vllm", **more: Any) -> Worker:
@@ -147,9 +148,8 @@ async def test_probe_of_a_worker_that_was_away_learns_anew_what_it_serves() -> N
 
 
 async def test_probe_of_a_doubted_worker_is_at_once() -> None:
-    slow = ProbeOptions(probe_interval_s=60.0)
-    async with tiny_engines(1) as [engine], probed(named(engine, model="m"), options=slow) as workers:
-        await until(lambda: "/health" in engine.asked)
+    async with tiny_engines(1) as [engine], probed(named(engine, model="m"), options=SLOW) as workers:
+        await until(lambda: workers.counters.probes)
         for number in range(500):
             workers.failed(ref(workers), "unread", f"r{number}")
         await until(lambda: engine.asked.count("/health") == 2)
@@ -158,6 +158,17 @@ async def test_probe_of_a_doubted_worker_is_at_once() -> None:
         await engine.down()
         workers.failed(ref(workers), "unread", "r")
         await until(lambda: state(workers) == "out")
+
+
+async def test_probe_that_began_before_a_doubt_does_not_end_it() -> None:
+    async with tiny_engines(1) as [engine]:
+        may_answer = engine.gates["/v1/models"] = asyncio.Event()
+        async with probed(named(engine), options=SLOW) as workers:
+            await until(lambda: "/v1/models" in engine.asked)  # so it has answered that it is well
+            workers.failed(ref(workers), "unread", "r")
+            may_answer.set()
+            await until(lambda: workers.entries()[0].health.is_plain)
+            assert engine.asked.count("/health") == 2
 
 
 async def test_probe_leaves_workers_with_a_lease_alone_until_they_are_ejected() -> None:
