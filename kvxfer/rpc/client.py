@@ -21,6 +21,7 @@ import grpc.aio
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError, ProtocolError
+from kvxfer.patience import timeout_while_running
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.protocol.pace import ToldPace
@@ -383,7 +384,7 @@ class CoordinatorSession:
     async def _receive(self, call: Any) -> None:
         is_first = True
         while True:
-            async with asyncio.timeout(self._patience_s(is_first=is_first)):
+            async with timeout_while_running(self._patience_s(is_first=is_first)):
                 message = await call.read()
             is_first = False
             if message is EOF:

@@ -14,6 +14,7 @@ import grpc.aio
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError
+from kvxfer.patience import timeout_while_running
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import (
@@ -169,7 +170,7 @@ class MembershipWatch:
         silence_s = CONNECT_S
         try:
             while True:
-                async with asyncio.timeout(silence_s):
+                async with timeout_while_running(silence_s):
                     update = await call.read()
                 if update is EOF:
                     await raise_status(self._targets.now, call)
