@@ -19,7 +19,7 @@ REQUESTS = 200
 AT_ONCE = 8
 TOKENS = 8
 PREFILL_S = 0.005
-"""Of the mock engine's step model, at least: a step takes 6 ms."""
+"""Of the mock engine's step model, at least: a step takes 6 ms. One that begins late is as much shorter."""
 ENGINES = ("--pace=steps", "--max-num-seqs=4", "--transfer-ms=3", "--no-prefix-caching")
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(120)]
@@ -81,8 +81,9 @@ def test_every_request_is_joined(dialect: str, workers: int, capsys: pytest.Capt
     for record, phases in zip(records, found, strict=True):
         assert abs(phases.total_s - record.e2e_s) < 1e-6
         assert phases.prefill_worker != phases.decode_worker
-        assert phases.prefill_s >= PREFILL_S
+        assert phases.prefill_s >= 0
         assert phases.is_queue_told == phases.is_transfer_told == (dialect == "kvxfer")
+    assert sorted(phases.prefill_s for phases in found)[REQUESTS // 2] >= PREFILL_S
     if dialect == "kvxfer":
         assert max(phases.queue_s for phases in found) > 0.001  # four at a time wait for one prefill's step
         assert sorted(phases.transfer_s for phases in found)[REQUESTS // 2] >= 0.002
