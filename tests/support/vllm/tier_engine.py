@@ -7,8 +7,8 @@ Commands: {"op": "generate", "ids", "n"}: answers {"tokens", "cached"}, after al
 {"op": "counts"}: the tier's counts and vLLM's own metrics of cached tokens; {"op": "wait_known"}: until the weights are
 known; {"op": "changed"}: weights in memory are changed; {"op": "strike", "on", "after", "pid", "number"}: that process
 gets that signal once so many blocks more were loaded or saved; {"op": "wait_attached", "timeout_s"}: until the tier's
-service knows this engine; {"op": "groups"}: what vLLM's KV cache groups are. "cached": tokens of the prompt that vLLM
-did not compute.
+service knows this engine; {"op": "groups"}: what vLLM's KV cache groups are, and the tokens of their blocks. "cached":
+tokens of the prompt that vLLM did not compute.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class TierEngine:
 
     def groups(self, command: dict[str, Any]) -> dict[str, Any]:
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return {"groups": [type(group.kv_cache_spec).__name__ for group in groups]}
+        specs = [group.kv_cache_spec for group in groups]
+        return {"groups": [type(spec).__name__ for spec in specs], "block_tokens": [spec.block_size for spec in specs]}
 
     def counts(self, command: dict[str, Any]) -> dict[str, Any]:
         found = []
