@@ -87,7 +87,7 @@ async def test_two_hundred_agents_are_told_a_longer_interval_and_none_is_lost(tm
             agents[0].cut()
             await cluster.stop()
             for number, agent in enumerate(agents[1:20]):
-                agent.session._backoff = _Slow(2.0 + 0.25 * number)
+                agent.session._backoff = _Slow(asyncio.get_running_loop().time() + 2.0 + 0.25 * number)
             await asyncio.sleep(1.0)  # all have failed to come back once
             await cluster.start()
             await until(lambda: all(agent.session.is_connected for agent in agents[1:]), "the return")
@@ -100,14 +100,15 @@ async def test_two_hundred_agents_are_told_a_longer_interval_and_none_is_lost(tm
 
 
 class _Slow(ReconnectBackoff):
-    """Of an agent that waits long at a busy coordinator."""
+    """Of an agent that waits long at a busy coordinator, until ``at_s`` of the loop's clock: waits that began when each
+    agent lost its connection would come to an end in another order, with gaps in which none comes back."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, at_s: float) -> None:
         super().__init__(random.Random())
-        self._wait_s = wait_s
+        self._at_s = at_s
 
     def next_s(self) -> float:
-        return self._wait_s
+        return max(0.05, self._at_s - asyncio.get_running_loop().time())
 
 
 async def _read_all(call: Any) -> None:
