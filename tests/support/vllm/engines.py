@@ -21,6 +21,8 @@ T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv") / "bin" / "python"
 """vLLM's own; ``VLLM_VENV`` names another virtual environment, with another version of it."""
+VLLM = PYTHON.with_name("vllm")
+"""The command `vllm`, as its users start it."""
 CACHE = PYTHON.parent.parent / "cache"
 """What vLLM found out about the model's class, for which it else starts a process."""
 DRIVER = pathlib.Path(__file__).with_name("engine.py")

@@ -16,7 +16,7 @@ import httpx
 
 from tests.support.local_http import answers, free_ports
 from tests.support.started import Started, kvxfer, ready
-from tests.support.vllm.engines import CACHE, PYTHON
+from tests.support.vllm.engines import CACHE, VLLM
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -83,8 +83,9 @@ async def serving(
                     "http_url": url,
                 },
             }
-            command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`, with that Python
-            command += [
+            command = [
+                str(VLLM),
+                "serve",
                 str(model),
                 "--served-model-name",
                 NAME,

@@ -9,7 +9,7 @@ import pathlib
 
 from tests.support.local_http import free_ports
 from tests.support.stock_engines import StockEngine
-from tests.support.vllm.engines import PYTHON, ROOT
+from tests.support.vllm.engines import ROOT, VLLM
 from tests.support.vllm.servers import NAME, SERVE, SETTINGS
 
 WHEELS = (ROOT / "build" / "nixl-wheel", ROOT / "build" / "nixl-name")
@@ -32,7 +32,7 @@ def stock_vllm(name: str, directory: pathlib.Path, model: pathlib.Path, role: st
         }
 
     def command(port: int) -> list[str]:
-        served = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", NAME]
+        served = [str(VLLM), "serve", str(model), "--served-model-name", NAME]
         return [*served, *SERVE, "--port", str(port), *flags]
 
     return StockEngine(name, directory, command, more)
