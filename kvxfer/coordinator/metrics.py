@@ -9,6 +9,7 @@ import math
 import socket
 import threading
 import time
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -17,6 +18,7 @@ import prometheus_client
 
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.directory import DirectoryStatistics
+from kvxfer.protocol.http_url import is_one_host
 
 log = logging.getLogger("kvxfer.coordinator")
 
@@ -135,6 +137,16 @@ class CoordinatorMetrics:
 
 
 class _Handler(WSGIRequestHandler):
+    def parse_request(self) -> bool:
+        """As its class's; a request that does not name one host is refused."""
+        if not super().parse_request():
+            return False
+        hosts = [value.encode("latin-1", "replace") for value in self.headers.get_all("host", ())]
+        is_known = is_one_host(hosts, is_required=self.request_version == "HTTP/1.1")
+        if not is_known:
+            self.send_error(HTTPStatus.BAD_REQUEST, "the request needs one host field")
+        return is_known
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -200,6 +212,11 @@ def _routes(metrics: CoordinatorMetrics) -> Any:
     exposition = prometheus_client.make_wsgi_app(metrics.registry)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["REQUEST_METHOD"] == "HEAD":
+            heads: list[tuple[str, list[tuple[str, str]]]] = []
+            answered = b"".join(answer({**environ, "REQUEST_METHOD": "GET"}, lambda *head: heads.append(head)))
+            start_response(heads[0][0], [*heads[0][1], ("Content-Length", str(len(answered)))])
+            return []
         if environ.get("PATH_INFO") not in ("/live", "/ready"):
             return exposition(environ, start_response)
         failure = metrics.store_failure if environ["PATH_INFO"] == "/ready" else ""

@@ -32,6 +32,7 @@ from kvxfer.errors import InvalidArgumentError, KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
 from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.head_as_get import HeadAsGet
 from kvxfer.serving.json_response import JSONResponse
 from kvxfer.types import TransferId
 
@@ -76,8 +77,10 @@ class WorkerHttp:
             openapi_url=None,
             docs_url=None,
             redoc_url=None,
+            redirect_slashes=False,
             default_response_class=JSONResponse,
         )
+        app.add_middleware(HeadAsGet)
 
         @app.exception_handler(KvxferError)
         async def on_kvxfer_error(request: Request, error: KvxferError) -> Response:
@@ -85,9 +88,8 @@ class WorkerHttp:
 
         @app.exception_handler(HTTPException)
         async def on_http_error(request: Request, error: HTTPException) -> Response:
-            body = error_body(
-                f"{request.method} {request.url.path}: {error.detail}", kind=INVALID_REQUEST, code="usage"
-            )
+            text = f"{request.method} {request.scope['path']}: {error.detail}"
+            body = error_body(text, kind=INVALID_REQUEST, code="usage")
             return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
         @app.post("/v1/completions")

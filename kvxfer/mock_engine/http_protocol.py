@@ -18,6 +18,7 @@ import msgspec
 from kvxfer.mock_engine.faults import FaultKind, FaultTable
 from kvxfer.mock_engine.responder import Responder
 from kvxfer.openai.errors import RequestError, error_body, status_for
+from kvxfer.protocol.http_url import is_one_host
 
 log = logging.getLogger("kvxfer.mock_engine")
 
@@ -153,6 +154,9 @@ class MockConnection(asyncio.Protocol):
         keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
         request = MockRequest(method, self._target, self._headers, keep_alive)
         request.peer = self._peer
+        hosts = [value for name, value in self._headers if name == b"host"]
+        if not is_one_host(hosts, is_required=self._parser.get_http_version() == "1.1"):
+            raise RequestError("the request needs one host field: a name or an address, and maybe a port")
         self._request = request
         self._target, self._headers, self._head_bytes = b"", [], 0
         if len(self._owner.faults):
@@ -191,7 +195,10 @@ class MockConnection(asyncio.Protocol):
             self._serve(self._waiting.popleft())
 
     def _serve(self, request: MockRequest) -> None:
-        responder = Responder(self, request.keep_alive)
+        is_head = request.method == "HEAD"
+        if is_head:
+            request.method = "GET"
+        responder = Responder(self, request.keep_alive, is_bodyless=is_head)
         self._active, self._responder = request, responder
         self._owner.serve(request, responder, self)
 

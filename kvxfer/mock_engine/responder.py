@@ -47,11 +47,13 @@ class ResponseSide(Protocol):
 class Responder:
     """The answer to one request. After :meth:`close` nothing is written."""
 
-    __slots__ = ("_keep_alive", "_side", "begun", "is_closed")
+    __slots__ = ("_is_bodyless", "_keep_alive", "_side", "begun", "is_closed")
 
-    def __init__(self, side: ResponseSide, keep_alive: bool) -> None:
+    def __init__(self, side: ResponseSide, keep_alive: bool, *, is_bodyless: bool = False) -> None:
+        """``is_bodyless``: of HEAD, which gets the head of what GET gets."""
         self._side = side
         self._keep_alive = keep_alive
+        self._is_bodyless = is_bodyless
         self.begun = False
         self.is_closed = False
 
@@ -62,7 +64,7 @@ class Responder:
         close = b"" if self._keep_alive else b"connection: close\r\n"
         self.send(
             b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
-            % (status_line(status), kind, len(body), headers, close, body)
+            % (status_line(status), kind, len(body), headers, close, b"" if self._is_bodyless else body)
         )
         self.finish()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError, InvalidArgumentError, RefusedError
@@ -19,6 +19,8 @@ URL_CHARS_MAX = 512
 _ORIGIN = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?::([0-9]{1,5}))?/?")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*")
+_HOST_FIELD = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._~-]*)(?::[0-9]{0,5})?")
+HOST_FIELD_BYTES_MAX = 512
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -75,6 +77,18 @@ def is_name(host: str) -> bool:
     """
     last = host.rpartition(".")[2]
     return _NAME.fullmatch(host) is not None and not re.fullmatch(r"[0-9]+|0[xX][0-9A-Fa-f]*", last)
+
+
+def is_host_field(value: bytes) -> bool:
+    """Whether ``value`` is what a request's Host says: a name or an address, and a port, each of which may be missing.
+    Percent signs and the marks that a URL's host may have are refused, as no name in use has them.
+    """
+    return len(value) <= HOST_FIELD_BYTES_MAX and _HOST_FIELD.fullmatch(value) is not None
+
+
+def is_one_host(fields: Sequence[bytes], *, is_required: bool) -> bool:
+    """Whether a request names one host by its Host fields; or none, where it is of HTTP/1.0 and need not."""
+    return (len(fields) == 1 or not (fields or is_required)) and all(map(is_host_field, fields))
 
 
 class HostList:

@@ -34,6 +34,7 @@ from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
+from kvxfer.serving.head_as_get import HeadAsGet
 from kvxfer.serving.json_response import JSONResponse
 
 
@@ -122,7 +123,13 @@ def build_app(
     cors: Cors | None = None,
 ) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
-    app = FastAPI(title="kvxfer router", version=__version__, redoc_url=None, responses=document.DEFAULT)
+    app = FastAPI(
+        title="kvxfer router",
+        version=__version__,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=document.DEFAULT,
+    )
     started_unix_s = int(time.time())
     readiness = RouterReadiness(
         core.workers,
@@ -130,6 +137,7 @@ def build_app(
         is_draining=lambda: door.is_draining,
     )
     core.metrics.ready.set_function(lambda: float(readiness.verdict().is_ready))
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestIds)
     if cors is not None:
         app.add_middleware(CorsHeaders, cors=cors)
@@ -140,7 +148,8 @@ def build_app(
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        body = error_body(f"{request.method} {request.url.path}: {error.detail}", kind=INVALID_REQUEST, code="usage")
+        text = f"{request.method} {request.scope['path']}: {error.detail}"
+        body = error_body(text, kind=INVALID_REQUEST, code="usage")
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)

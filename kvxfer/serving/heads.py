@@ -13,6 +13,7 @@ import urllib.parse
 import httptools
 
 from kvxfer.errors import ProtocolError
+from kvxfer.protocol.http_url import is_host_field
 
 HEAD_BYTES_MAX = 16 << 10
 """Longest head of a request: request line, fields and the empty line behind them."""
@@ -52,8 +53,8 @@ class RequestHead:
     """One head. llhttp calls ``on_...``; the fields are final when :func:`read_head` returns."""
 
     __slots__ = (
-        *("_framing", "expects_continue", "headers", "is_chunked", "keeps_alive", "length", "method", "path", "query"),
-        *("raw_path", "version"),
+        *("_framing", "expects_continue", "headers", "host", "is_chunked", "keeps_alive", "length", "method", "path"),
+        *("query", "raw_path", "version"),
     )
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class RequestHead:
         self._framing: _Fields = []
         self.method = ""
         self.version = "1.1"
+        self.host: bytes | None = None
         self.raw_path = b"/"
         self.query = b""
         self.path = "/"
@@ -91,6 +93,9 @@ class RequestHead:
         for name, value in self._framing if fields is None else fields:
             if name == b"host":
                 hosts += 1
+                if not is_host_field(value):
+                    raise MalformedRequestError(f"bad host {_shown(value)}: a name or an address, and maybe a port")
+                self.host = value
             elif name == b"connection":
                 connection += b"," + value.lower()
             elif name == b"content-length":
@@ -119,7 +124,9 @@ class RequestHead:
         )
 
     def aim(self, target: bytes) -> None:
-        """Take path and query from the request's target."""
+        """Take path and query from the request's target. Where that names a host, as for a proxy, it must be the one of
+        the host field: one reader goes by the one, and another by the other.
+        """
         if not target.startswith(b"/") and target != b"*":
             try:
                 url = httptools.parse_url(target)
@@ -127,6 +134,9 @@ class RequestHead:
                 url = None
             if url is None or url.schema is None or url.schema.lower() not in (b"http", b"https"):
                 raise MalformedRequestError(f"illegal request line: the target is {_shown(target)}")
+            named = target.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
+            if not named or not is_host_field(named) or (self.host is not None and named.lower() != self.host.lower()):
+                raise MalformedRequestError(f"the target names the host {_shown(named)}, not the host field's")
             self.raw_path, self.query = url.path or b"/", url.query or b""
         else:
             self.raw_path, _, self.query = target.partition(b"?")

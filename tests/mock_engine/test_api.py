@@ -184,7 +184,7 @@ def test_requests_sent_ahead_are_answered_in_their_order(fast: Engine) -> None:
     prompts = ["one", "two", "three"]
     with fast.connect() as connection:
         raw = [fast.raw("/v1/completions", {"prompt": prompt, "max_tokens": 8}) for prompt in prompts]
-        connection.sendall(b"".join(raw[:2]) + raw[2].replace(b"host: mock", b"connection: close"))
+        connection.sendall(b"".join(raw[:2]) + raw[2].replace(b"host: mock", b"host: mock\r\nconnection: close"))
         bodies = read_all(connection).split(b"HTTP/1.1 200 OK")[1:]
     texts = [json.loads(body.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for body in bodies]
     assert texts == [fast.complete(prompt).text for prompt in prompts]
@@ -208,7 +208,7 @@ def test_bytes_that_are_no_request_end_their_connection_only(fast: Engine, raw: 
 
 def test_upgrade_is_not_made_and_expect_is_met(fast: Engine) -> None:
     with fast.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: mock\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
         assert read_all(connection, timeout_s=2).startswith(b"HTTP/1.1 200 OK")
     with fast.connect() as connection:
         body = {"prompt": "x", "max_tokens": 1}

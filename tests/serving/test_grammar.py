@@ -81,6 +81,8 @@ REFUSED = {
     "small letters": (b"GET / http/1.1\r\n" + HOST + b"\r\n", 400, "request line"),
     "unknown method": (b"BREW / HTTP/1.1\r\n" + HOST + b"\r\n", 501, "BREW"),
     "no host": (LINE + b"\r\n", 400, "host"),
+    "host with a space": (LINE + b"host: a b\r\n\r\n", 400, "bad host"),
+    "whole URL of another host": (b"GET http://y/a HTTP/1.1\r\n" + HOST + b"\r\n", 400, "names the host"),
     "two hosts": (fields(b"host: y"), 400, "host"),
     "1.0 chunks": (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n", 400, "HTTP/1.0"),
 }
@@ -97,6 +99,7 @@ def test_head_when_it_is_malformed_is_refused(name: str) -> None:
 TAKEN_BY_H11 = {"the same length twice", "list of lengths", "folded", "folded with a tab"}
 TAKEN_BY_H11 |= {"control in a value", "delete in a value", "fragment", "target without a slash", "lone LF in a value"}
 TAKEN_BY_H11 |= {"target of another scheme", "tunnel", "HTTP/1.2", "HTTP/2", "unknown method", "1.0 chunks"}
+TAKEN_BY_H11 |= {"host with a space", "whole URL of another host"}
 TAKEN_BY_H11 |= {"length and chunks", "chunks and length", "LF after the request line", "length beyond 64 bits"}
 
 
@@ -184,7 +187,7 @@ def test_head_says_whether_its_connection_goes_on(data: bytes, keeps_alive: bool
 
 
 def test_head_with_a_whole_url_has_its_path() -> None:
-    head = read_head(b"GET http://other:1/a?b=c HTTP/1.1\r\nhost: x\r\n\r\n")
+    head = read_head(b"GET http://other:1/a?b=c HTTP/1.1\r\nhost: other:1\r\n\r\n")
     assert (head.path, head.raw_target) == ("/a", b"/a?b=c")
     assert read_head(b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n").path == "*"
 

@@ -300,6 +300,8 @@ class Running:
     fakes: list[FakeWorker]
     stop: asyncio.Event
     task: asyncio.Task[None]
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The ready line."""
 
     def publish(self, *fakes: FakeWorker, **changes: Any) -> None:
         members = tuple(dataclasses.replace(fake.member, **changes) for fake in fakes)
@@ -349,11 +351,12 @@ async def router_over(
         task = asyncio.create_task(
             serve_workers(settings, workers, keys or ApiKeys(), listener, on_ready=ready.set_result, stop=stop)
         )
-        url = (await ready)["http_url"]
+        line = await ready
+        url = line["http_url"]
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0, verify=verify)
         )
-        running = Running(url, client, workers, list(fakes), stop, task)
+        running = Running(url, client, workers, list(fakes), stop, task, line)
         running.publish(*fakes)
         try:
             yield running

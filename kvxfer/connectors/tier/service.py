@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -21,6 +22,7 @@ from kvxfer.connectors.tier.keeper import BlockKeeper, unit_record
 from kvxfer.connectors.tier.service_options import TierServiceOptions
 from kvxfer.errors import ClosedError, ConfigError
 from kvxfer.observe import hide
+from kvxfer.protocol.http_url import is_one_host
 from kvxfer.rpc.token import default_token_path, load_or_create_token
 
 log = logging.getLogger("kvxfer.tier")
@@ -127,6 +129,15 @@ class TierHttp:
         class Handler(BaseHTTPRequestHandler):
             timeout = REQUEST_S
 
+            def parse_request(self) -> bool:
+                if not super().parse_request():
+                    return False
+                hosts = [value.encode("latin-1", "replace") for value in self.headers.get_all("host", ())]
+                is_known = is_one_host(hosts, is_required=self.request_version == "HTTP/1.1")
+                if not is_known:
+                    self.send_error(HTTPStatus.BAD_REQUEST, "the request needs one host field")
+                return is_known
+
             def do_GET(self) -> None:
                 body = b""
                 if self.path == "/metrics":
@@ -139,7 +150,10 @@ class TierHttp:
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET
 
             def log_message(self, format: str, *arguments: object) -> None:
                 log.debug(format, *arguments)
