@@ -86,7 +86,10 @@ class WorkloadOptions:
     )
     trace_format: str = dataclasses.field(
         default="auto",
-        metadata=_help("of the trace", choices=("auto", "mooncake", "azure", "burstgpt", "servegen", "prompts")),
+        metadata=_help(
+            "of the trace; auto: found by its first line, where that is certain",
+            choices=("auto", "mooncake", "azure", "burstgpt", "servegen", "prompts"),
+        ),
     )
     arrival: ArrivalKind | None = dataclasses.field(
         default=None,

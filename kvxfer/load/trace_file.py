@@ -59,8 +59,8 @@ class TraceFile:
                 lines = _Lines(file)
                 first, every = peeked(lines)
                 name = self.format_name
-                if name == "auto":
-                    name = detected_format(first) if first else "prompts"
+                if name == "auto" and first:
+                    name = detected_format(first)
                 if name == "servegen":
                     return self._drawn([path]), f"drawn from the ServeGen client {path.name}"
                 found = read_trace(every, name, rows_max=self.rows_max, output_tokens=self.output_tokens)

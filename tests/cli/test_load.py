@@ -170,6 +170,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: pathlib.Path) -> None:
         (["run", "--url=ftp://x"], 2, "url must be like http://127.0.0.1:8000"),
         (["run", "--trace=/nowhere"], 2, "trace /nowhere cannot be read"),
         (["run", "--trace=empty.jsonl"], 2, "empty.jsonl"),
+        (["run", "--trace=page.md"], 2, "page.md, line 1: no known format begins so: say with --trace-format"),
         (["run", "--url=http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1: Connection refused"),
         (["search"], 2, 'a search needs limits, as goodput "ttft:200 tpot:50"'),
         (["search", "--goodput=ttft:9", "--attainment=1"], 2, "a search needs an attainment below 1"),
@@ -190,11 +191,12 @@ def test_what_cannot_be_done_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "page.md").write_text("# A page\n")
     assert main(["load", *words]) == code
     [last] = capsys.readouterr().err.splitlines()
     assert said in last
     assert last.startswith("kvxfer: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"], "nothing ran, so nothing is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"empty.jsonl", "page.md"}, "nothing ran: nothing is left"
 
 
 def test_no_command_is_a_usage_error(tmp_path: pathlib.Path) -> None:

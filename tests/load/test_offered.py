@@ -182,15 +182,13 @@ def test_a_directory_of_servegen_is_drawn_from(tmp_path: pathlib.Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,1\n", r"line 2: TIMESTAMP must be a date and time"),
         ("Timestamp,Request tokens,Response tokens\n5,1\n", r"line 2: a row must have 3 values"),
         ('{"what": 1}\n', r"line 1: a row must have input_length"),
-        ("0,1,1,Gamma,0.5\n0,1,1,Gamma,0.5,2\n", None),
+        ("0,1,1,Gamma,0.5\n0,1,1,Gamma,0.5,2\n", r"line 1: no known format begins so: say with --trace-format"),
+        ("# A page of text\n\nThat is no trace.\n", r"line 1: no known format begins so: say with --trace-format"),
     ],
 )
-def test_a_wrong_trace_is_a_sentence_with_file_and_line(tmp_path: pathlib.Path, text: str, said: str | None) -> None:
+def test_a_wrong_trace_is_a_sentence_with_file_and_line(tmp_path: pathlib.Path, text: str, said: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
-    if said is None:
-        assert made(trace=str(path)).requests[0].text == "0,1,1,Gamma,0.5"
-        return
     with pytest.raises(ConfigError, match=re.escape(str(path)) + ".*" + said):
         made(trace=str(path))
 
@@ -198,7 +196,7 @@ def test_a_wrong_trace_is_a_sentence_with_file_and_line(tmp_path: pathlib.Path, 
 def test_bytes_that_are_no_text_are_a_sentence(tmp_path: pathlib.Path) -> None:
     (tmp_path / "trace").write_bytes(b"first\n\xff\xfe\n")
     with pytest.raises(ConfigError, match="line 2: a trace must be UTF-8"):
-        made(trace=str(tmp_path / "trace"))
+        made(trace=str(tmp_path / "trace"), trace_format="prompts")
 
 
 @pytest.mark.parametrize(
@@ -243,10 +241,10 @@ def test_a_line_without_an_end_is_not_read_into_memory() -> None:
 def test_prompts_without_times_need_an_arrival(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("Why is the sky blue?\nAnd the sea?\n")
-    workload = made(trace=str(path))
+    workload = made(trace=str(path), trace_format="prompts")
     assert [request.text for request in workload.requests] == ["Why is the sky blue?", "And the sea?"]
     with pytest.raises(ConfigError, match="says not when requests are due"):
-        made(trace=str(path), arrival=ArrivalKind.TRACE)
+        made(trace=str(path), trace_format="prompts", arrival=ArrivalKind.TRACE)
 
 
 def test_seeds_and_salts_of_any_value_are_taken() -> None:

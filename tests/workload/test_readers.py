@@ -154,12 +154,35 @@ def test_rows_max_takes_the_first_rows_and_reads_no_further() -> None:
         ('"Timestamp","Request tokens","Response tokens"', "burstgpt"),
         ("0,1.3,8.5,Weibull,0.37,0.39", "servegen"),
         ("600,0,0,,0,0", "servegen"),
-        ("Why is the sky blue?", "prompts"),
+        ('{"messages": [], "session_id": "a"}', "mooncake"),
+        ('{"messages": [], "timestamp": 1, "output_length": 5}', "mooncake"),
     ],
 )
 def test_the_format_is_found_by_the_first_line(first: str, name: str) -> None:
     assert detected_format(first) == name
     assert name in FORMATS
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "# kvxfer",
+        "Why is the sky blue?",
+        '[{"conversations": []}]',
+        "time,prompt tokens,answer tokens",
+        "a,b,c,,d,e",
+        '{"conversations": []}',
+        '{"timestamp": 12.5}',
+        '{"timestamp": 12.5, "messages": []}',
+        '{"session_id": "a", "prompt": "b"}',
+    ],
+)
+def test_a_format_that_is_not_certain_must_be_named(first: str) -> None:
+    """A page of text, a CSV with columns of its own, a published data set, times whose unit nothing says."""
+    with pytest.raises(TraceRowError, match=r"line 1: .*say with --trace-format which of mooncake, azure"):
+        detected_format(first)
+    with pytest.raises(TraceRowError, match="--trace-format"):
+        read_trace([first, first])
 
 
 MOONCAKE_ROW = {"timestamp": 1, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}

@@ -13,32 +13,41 @@ from kvxfer.workload.readers.rows import TraceRead, TraceRow, TraceRowError, num
 from kvxfer.workload.request import REQUESTS_MAX
 
 FORMATS = ("mooncake", "azure", "burstgpt", "servegen", "prompts")
+OF_MOONCAKE = frozenset({"output_length", "hash_ids", "session_id", "delay"})
+"""Members beside ``messages`` that only Mooncake's dialects have. A ``timestamp`` can be of any format and unit."""
+NAME_IT = f"say with --trace-format which of {', '.join(FORMATS)} it is"
 
 
 def detected_format(first_line: str) -> str:
-    """One of FORMATS, by the first line that is not blank. Text that is neither JSON nor a known CSV is a prompt.
+    """One of FORMATS, by the first line that is not blank: only where it can be no other. Text that is neither JSON nor
+    a known CSV can be anything, so its format must be named.
 
-    Raises TraceRowError for JSON whose members no format has.
+    Raises TraceRowError for all else.
     """
     if first_line.startswith("{"):
         try:
             members = set(json.loads(first_line))
         except (ValueError, RecursionError) as error:
             raise TraceRowError(1, "", f"a line that begins with {{ must be a JSON object: {error}") from None
-        if members & {"input_length", "text_input", "timestamp", "hash_ids", "session_id"}:
+        if members & {"input_length", "text_input"} or ("messages" in members and members & OF_MOONCAKE):
             return "mooncake"
-        if members & {"prompt", "messages"}:
+        if members & {"prompt", "messages"} and not members & {*OF_MOONCAKE, "timestamp"}:
             return "prompts"
-        raise TraceRowError(1, "", "a row must have input_length, text_input, prompt or messages", sorted(members))
+        known = "input_length or text_input (mooncake), or prompt or messages without times or sessions (prompts)"
+        raise TraceRowError(1, "", f"a row must have {known}; {NAME_IT}", sorted(members))
     columns = {column.strip().strip('"') for column in first_line.split(",")}
     if {"ContextTokens", "GeneratedTokens"} <= columns:
         return "azure"
     if {"Request tokens", "Response tokens"} <= columns:
         return "burstgpt"
-    parts = first_line.split(",")
-    if len(parts) == 6 and parts[3].strip() in ("", "Gamma", "Weibull") and parts[0].strip().isdigit():
+    parts = [part.strip() for part in first_line.split(",")]
+    if len(parts) == 6 and parts[3] in ("", "Gamma", "Weibull") and all(map(_is_number, parts[:3])):
         return "servegen"
-    return "prompts"
+    raise TraceRowError(1, "", f"no known format begins so: {NAME_IT}", first_line)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal() and text.isascii()
 
 
 def read_prompts(lines: Iterable[str], *, rows_max: int = REQUESTS_MAX, output_tokens: int = 64) -> TraceRead:
