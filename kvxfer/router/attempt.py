@@ -30,6 +30,7 @@ from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
 from kvxfer.router.failure import Failure, FailureKind, LegFailed
+from kvxfer.router.fleet.entry import WorkerClaim
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
@@ -103,6 +104,7 @@ class Attempt:
                 self._for_prefill = inbound.traced(record.trace.traceparent(trace.prefill_id))
                 self._for_decode = inbound.traced(record.trace.traceparent(trace.decode_id))
         self.handover = handover
+        self._claims: dict[Part, WorkerClaim] = {}
         self._held = HeldPrefill(core.workers, None if self._prefill is None else self._prefill.ref)
         self._was_handed_over = handover is not None
         self._is_decode_reached = False
@@ -122,7 +124,7 @@ class Attempt:
 
     async def run(self) -> RequestOutcome | Failure:
         """To the client's last byte, or to a Failure before its first."""
-        claim = self._core.workers.claim(self._decode.ref, Part.DECODE, self._inbound.request_id)
+        self._claim(Part.DECODE, self._decode)
         interrupts = self._interrupts
         self._watch(self._decode, lambda: interrupts.interrupt(failure.gone(Part.DECODE)))
         self._answer.on_client_gone(lambda: interrupts.interrupt(_CLIENT_LEFT))
@@ -142,7 +144,7 @@ class Attempt:
                 self._core.history.transferred(self._prefill.agent_id, self._decode.agent_id, self._merger.account)
             self._answer.on_client_gone(None)
             self._answer.unthrottle()
-            claim.release()
+            self._release(Part.DECODE)
             self._held.end()
             if self._timer is not None:
                 self._timer.cancel()
@@ -151,6 +153,7 @@ class Attempt:
             self._hear_workers(is_over=True)
             if self._prefill_task is not None and not self._prefill_task.done():
                 await finish(cancel_all({self._prefill_task}))
+            self._release(Part.PREFILL)
 
     @property
     def has_prefilled(self) -> bool:
@@ -200,26 +203,20 @@ class Attempt:
         if self._prefill is None:
             return self._dialect.alone_leg(self._for_decode, self._decode)
         self._core.workers.pair_started(self._prefill.ref, self._decode.ref)
+        if self.handover is None:
+            self._claim(Part.PREFILL, self._prefill)
         await self._learn_engine_name(self._prefill)
         if self._dialect.order is Order.TOGETHER:
             self._prefill_task = self._start_prefill(self._prefill)
             return self._dialect.decode_leg(self._for_decode, self._pair, None)
         if self.handover is None:
-            try:
-                answer = await self._prefill_answer(self._prefill)
-                self._prefill_end = self._dialect.prefilled(answer)
-                self.handover = self._dialect.handover(answer)
-            except HandoverError as error:
-                failed = failure.of_handover(error)
-                self._note(Part.PREFILL, self._prefill, failed)
+            self._watch(self._prefill, self._prefiller_gone)
+            self._prefill_end = ended = await self._run_prefill(self._prefill)
+            if isinstance(ended, Failure):
                 self.failed_part = Part.PREFILL
-                raise LegFailed(failed) from None
-            except LegFailed as error:
-                self._note(Part.PREFILL, self._prefill, error.failure)
-                self.failed_part = Part.PREFILL
-                raise
-            self._core.workers.succeeded(self._prefill.ref, self._inbound.request_id)
+                raise LegFailed(ended)
         self._held.begin()
+        self._release(Part.PREFILL)
         return self._dialect.decode_leg(self._for_decode, self._pair, self.handover)
 
     async def _learn_engine_name(self, worker: Worker) -> None:
@@ -252,7 +249,7 @@ class Attempt:
                     if not inbound.api.generates and b"json" not in kind_of(response):
                         failed = dataclasses.replace(failed, kind=FailureKind.REFUSED)  # it was asked for, as bytes
                     raise LegFailed(failed)
-                self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
+                self._claims[Part.DECODE].succeeded()
                 return await self._answer_whole(content)
             if not kind_of(response).startswith(CONTENT_TYPE.encode()):
                 raise LegFailed(failure.malformed(Part.DECODE, "not an event stream"))
@@ -283,7 +280,7 @@ class Attempt:
 
     def _begin_stream(self) -> None:
         self._held.end()
-        self._core.workers.succeeded(self._decode.ref, self._inbound.request_id)
+        self._claims[Part.DECODE].succeeded()
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
         self._core.metrics.first_byte(self._prefill_at(), now_s - self._inbound.arrived_s)
@@ -344,14 +341,12 @@ class Attempt:
     # The prefill leg.
 
     def _start_prefill(self, worker: Worker) -> asyncio.Task[Prefilled | Failure]:
-        """Counted from this moment, not from when the task first runs: the next placement may come before that."""
-        claim = self._core.workers.claim(worker.ref, Part.PREFILL, self._inbound.request_id)
         task = asyncio.create_task(self._run_prefill(worker))
 
         def ended(task: asyncio.Task[Prefilled | Failure]) -> None:
             if not task.cancelled() and task.exception() is None and not isinstance(task.result(), Failure):
                 self._held.begin()
-            claim.release()
+            self._release(Part.PREFILL)
             if not task.cancelled() and task.exception() is None:
                 self._on_prefill_end(task.result())
 
@@ -360,26 +355,18 @@ class Attempt:
 
     async def _run_prefill(self, worker: Worker) -> Prefilled | Failure:
         try:
-            leg = self._dialect.prefill_leg(self._for_prefill, self._pair)
-            answer = await self._call_prefill(worker, leg)
-            ended = self._dialect.prefilled(answer)
+            answer = await self._call_prefill(worker, self._dialect.prefill_leg(self._for_prefill, self._pair))
+            if self._dialect.order is Order.PREFILL_FIRST:
+                self.handover = self._dialect.handover(answer)
         except LegFailed as failed:
-            self._note(Part.PREFILL, worker, failed.failure)
-            return failed.failure
+            ended = failed.failure
         except HandoverError as error:
-            ended_badly = failure.of_handover(error)
-            self._note(Part.PREFILL, worker, ended_badly)
-            return ended_badly
-        self._core.workers.succeeded(worker.ref, self._inbound.request_id)
+            ended = failure.of_handover(error)
+        else:
+            self._claims[Part.PREFILL].succeeded()
+            return self._dialect.prefilled(answer)
+        self._note(Part.PREFILL, worker, ended)
         return ended
-
-    async def _prefill_answer(self, worker: Worker) -> bytes:
-        claim = self._core.workers.claim(worker.ref, Part.PREFILL, self._inbound.request_id)
-        self._watch(worker, lambda: self._prefiller_gone())
-        try:
-            return await self._call_prefill(worker, self._dialect.prefill_leg(self._for_prefill, self._pair))
-        finally:
-            claim.release()
 
     async def _call_prefill(self, worker: Worker, leg: Leg) -> bytes:
         deadlines, trace = self._core.whole_deadlines, self._trace
@@ -429,6 +416,16 @@ class Attempt:
 
     # What both legs share.
 
+    def _claim(self, part: Part, worker: Worker) -> None:
+        """At once after the placement, so that a worker that is to be tried by one request gets no second. What becomes
+        of the leg is told to the claim, which is released after that."""
+        self._claims[part] = self._core.workers.claim(worker.ref, part, self._inbound.request_id)
+
+    def _release(self, part: Part) -> None:
+        claim = self._claims.get(part)
+        if claim is not None:
+            claim.release()
+
     def _watch(self, worker: Worker, call: Callable[[], None]) -> None:
         self._unwatch.append(self._core.workers.watch(worker.ref, call))
 
@@ -441,7 +438,7 @@ class Attempt:
             return
         agent_id, workers = worker.agent_id, self._core.workers
         if ended.is_of_size:  # it answered, and well: what cannot be computed there cannot be decoded there either
-            workers.succeeded(worker.ref, self._inbound.request_id)
+            self._claims[part].succeeded()
             self.too_small |= {(part, agent_id), (Part.DECODE, agent_id)}
             return
         source = self._prefill
@@ -452,7 +449,7 @@ class Attempt:
             is_to_be_handed_on = self.handover is not None and not self._was_handed_over
             self.avoided |= {agent_id} if is_to_be_handed_on else {agent_id, source.agent_id}
             return
-        workers.failed(worker.ref, ended.kind.value, self._inbound.request_id)
+        self._claims[part].failed(ended.kind.value)
         (self.avoided if ended.is_retryable else self.excluded).add(agent_id)
 
     async def _hear_prefill(self) -> None:

@@ -43,7 +43,9 @@ class _WorkersCollector(Collector):
         yield inflight
         known = self._workers.statistics()
         usable = GaugeMetricFamily(
-            "kvxfer_router_workers_ready", "Workers that placement may give new work, by part", labels=("part",)
+            "kvxfer_router_workers_ready",
+            "Workers that get as many new requests as others of their part, by part",
+            labels=("part",),
         )
         usable.add_metric(("prefill",), known.prefill_ready)
         usable.add_metric(("decode",), known.decode_ready)

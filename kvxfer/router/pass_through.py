@@ -19,6 +19,7 @@ from kvxfer.router import failure, headers
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.core import RouterCore
 from kvxfer.router.failure import Failure
+from kvxfer.router.fleet.entry import WorkerClaim
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
 from kvxfer.router.legs import UNPROCESSED_MAX
@@ -138,21 +139,21 @@ class PassThrough:
     async def _pass(self, passed: _Passed, worker: Worker, part: Part) -> RequestOutcome:
         """Raises PassedFailed while the client got nothing."""
         workers, request_id = self._core.workers, passed.record.request_id
-        with workers.claim(worker.ref, part, request_id):
+        with workers.claim(worker.ref, part, request_id) as claim:
             try:
                 response = await self._ask(passed, worker)
             except UpstreamError as error:
                 is_unsent = error.phase in _UNSENT or isinstance(error, UpstreamUnprocessedError)
                 is_repeatable = is_unsent or passed.exchange.method in IDEMPOTENT
-                raise PassedFailed(self._failed(worker, part, error, request_id), is_repeatable=is_repeatable) from None
+                raise PassedFailed(self._failed(claim, worker, part, error), is_repeatable=is_repeatable) from None
             async with response:
                 if not 200 <= response.status < 600:
                     no_status = failure.malformed(_WHAT, f"status {response.status}")
-                    workers.failed(worker.ref, no_status.kind.value, request_id)
+                    claim.failed(no_status.kind.value)
                     raise PassedFailed(no_status, is_repeatable=passed.exchange.method in IDEMPOTENT)
                 if response.status < failure.INTERNAL:
-                    workers.succeeded(worker.ref, request_id)
-                return await self._pipe(passed, response, worker, part)
+                    claim.succeeded()
+                return await self._pipe(passed, response, worker, claim, part)
 
     async def _ask(self, passed: _Passed, worker: Worker) -> UpstreamResponse:
         exchange = passed.exchange
@@ -169,7 +170,9 @@ class PassThrough:
                     raise
         raise AssertionError("unreachable")
 
-    async def _pipe(self, passed: _Passed, response: UpstreamResponse, worker: Worker, part: Part) -> RequestOutcome:
+    async def _pipe(
+        self, passed: _Passed, response: UpstreamResponse, worker: Worker, claim: WorkerClaim, part: Part
+    ) -> RequestOutcome:
         answer, record = passed.answer, passed.record
         more = (headers.ATTEMPT_BYTES, b"%d" % record.attempts)
         answer.start(response.status, [*headers.answered_header_pairs(response.headers), more])
@@ -183,7 +186,7 @@ class PassThrough:
         try:
             await response.pipe(write)
         except UpstreamError as error:
-            record.code = self._failed(worker, part, error, record.request_id).code
+            record.code = self._failed(claim, worker, part, error).code
             passed.exchange.abort()  # nothing else says that bytes of an unknown kind are not whole
             return RequestOutcome.BROKEN_STREAM
         answer.end()
@@ -191,11 +194,11 @@ class PassThrough:
             return RequestOutcome.UNAVAILABLE if response.status == failure.UNAVAILABLE else RequestOutcome.FAILED
         return RequestOutcome.CLIENT_ERROR if response.status >= 400 else RequestOutcome.OK
 
-    def _failed(self, worker: Worker, part: Part, error: UpstreamError, request_id: str) -> Failure:
+    def _failed(self, claim: WorkerClaim, worker: Worker, part: Part, error: UpstreamError) -> Failure:
         failed = failure.from_upstream(_WHAT, error)
         self._core.metrics.leg_failed(part.value, failed.kind.value)
-        self._core.workers.failed(worker.ref, failed.kind.value, request_id)
-        what = {"request_id": request_id, "agent_id": worker.agent_id, "kind": failed.kind.value}
+        claim.failed(failed.kind.value)
+        what = {"request_id": claim.request_id, "agent_id": worker.agent_id, "kind": failed.kind.value}
         log.warning("a request that passed through failed", extra=what)
         return failed
 

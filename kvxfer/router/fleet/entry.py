@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from kvxfer.errors import UsageError
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.capacity import Capacity, capacity_of
-from kvxfer.policy.health import WorkerHealth
-from kvxfer.policy.place import Candidate
+from kvxfer.policy.health import HealthState, WorkerHealth
+from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
 from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
+from kvxfer.types import AgentRef
 
 
 class WorkerEntry:
@@ -145,6 +147,14 @@ class WorkerEntry:
         """Whether it is tried last."""
         return self.suspect_is_closed or (not self.health.is_steady and self.health.is_closed(now_s))
 
+    def is_ready(self, now_s: float) -> bool:
+        """Whether it gets as many requests as any other: none where placement passes it by, few where it is tried or
+        starts slowly."""
+        if not self.is_offered or self.health.state(now_s) is not HealthState.IN:
+            return False
+        made = self.kept or self.candidate(now_s)
+        return is_placeable(made) and not made.is_last_choice
+
     def candidate(self, now_s: float) -> Candidate:
         """Made anew; ``kept`` is the one to ask for first."""
         health = self.health
@@ -163,7 +173,7 @@ class WorkerEntry:
             self.kept = made
         return made
 
-    def describe(self, now_s: float, *, is_ready: bool) -> dict[str, Any]:
+    def describe(self, now_s: float) -> dict[str, Any]:
         """JSON-able account, for the list of workers."""
         worker, member = self.worker, self.worker.member
         state = self.health.state(now_s)
@@ -180,7 +190,7 @@ class WorkerEntry:
             "dp_rank": worker.dp_rank,
             "max_context_tokens": member.info.max_context_tokens,
             "pool_tokens": self.capacity.pool_tokens,
-            "is_ready": is_ready,
+            "is_ready": self.is_ready(now_s),
             "is_suspect": self.given.member.is_suspect,
             "is_draining": member.is_draining,
             "is_drained_here": self.is_drained,
@@ -198,26 +208,42 @@ class WorkerEntry:
         }
 
 
+class ClaimOwner(Protocol):
+    """What a claim tells: the fleet."""
+
+    def succeeded(self, ref: AgentRef, request_id: str = "") -> None: ...
+    def failed(self, ref: AgentRef, kind: str, request_id: str = "") -> None: ...
+    def released(self, entry: WorkerEntry) -> None: ...
+
+
 class WorkerClaim:
-    """One request in flight at a worker, until ``release``; more calls of it do nothing."""
+    """One request in flight at a worker, until ``release``; more calls of it do nothing.
 
-    __slots__ = ("_entry", "_on_release", "_part", "is_trial", "request_id")
+    What became of the request is told by the claim while it is held: a released one is no trial any more, so that what
+    was told of it would not bring its worker back.
+    """
 
-    def __init__(
-        self,
-        entry: WorkerEntry,
-        part: Part,
-        request_id: str,
-        now_s: float,
-        on_release: Callable[[WorkerEntry], None],
-    ) -> None:
+    __slots__ = ("_entry", "_owner", "_part", "_ref", "is_trial", "request_id")
+
+    def __init__(self, entry: WorkerEntry, part: Part, request_id: str, now_s: float, owner: ClaimOwner) -> None:
         self._entry: WorkerEntry | None = entry
+        self._ref = entry.worker.ref
         self._part = part
-        self._on_release = on_release
+        self._owner = owner
         self.request_id = request_id
         self.is_trial = not entry.health.is_steady and entry.health.begin(request_id, now_s)
         """Whether its verdict decides if the worker comes back."""
         entry.claim(part, 1)
+
+    def succeeded(self) -> None:
+        """As `Workers.succeeded`. Raises UsageError after ``release``."""
+        self._check_held()
+        self._owner.succeeded(self._ref, self.request_id)
+
+    def failed(self, kind: str) -> None:
+        """As `Workers.failed`. Raises UsageError after ``release``."""
+        self._check_held()
+        self._owner.failed(self._ref, kind, self.request_id)
 
     def release(self) -> None:
         entry, self._entry = self._entry, None
@@ -225,7 +251,11 @@ class WorkerClaim:
             if self.is_trial:
                 entry.health.end(self.request_id)
             entry.claim(self._part, -1)
-            self._on_release(entry)
+            self._owner.released(entry)
+
+    def _check_held(self) -> None:
+        if self._entry is None:
+            raise UsageError(f"the claim on {self._ref} was released before it was told what became of the request")
 
     def __enter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ from kvxfer.policy.health import (
     blame_of,
 )
 from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
-from kvxfer.policy.place import Candidate, is_placeable
+from kvxfer.policy.place import Candidate
 from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import LoadBoard
 from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold, weigh_suspicions
@@ -246,21 +246,22 @@ class Workers:
         """Count one request in flight at a worker until the claim is released. Taken right after the placement, so
         that one that is to be tried by one request gets no second. Raises NoWorkerError where it is not known."""
         entry = self._known(ref)
-        claim = WorkerClaim(entry, part, request_id, self._now(), self._released)
+        claim = WorkerClaim(entry, part, request_id, self._now(), self)
         self._count(entry)
         return claim
 
     def hold(self, ref: AgentRef) -> WorkerHold | None:
         """Count a prompt's KV that is read from a worker until the hold is released. None where it is not known."""
         entry = self._entries.get(ref) or self._leaving.get(ref)
-        return None if entry is None else WorkerHold(entry, self._released)
+        return None if entry is None else WorkerHold(entry, self.released)
 
     def _count(self, entry: WorkerEntry) -> None:
         self._candidates = None
         if self._board is not None:
             self._board.show(entry.worker.ref, entry.shown)
 
-    def _released(self, entry: WorkerEntry) -> None:
+    def released(self, entry: WorkerEntry) -> None:
+        """A claim or a hold on it is over."""
         self._count(entry)
         if self._leaving and not entry.inflight:
             self._leaving.pop(entry.worker.ref, None)
@@ -439,9 +440,7 @@ class Workers:
     def describe(self) -> list[dict[str, Any]]:
         """JSON-able account of every known worker, for ``GET /v1/workers``."""
         now_s = self._now()
-        ready = {candidate.member.ref for candidate in self.candidates() if is_placeable(candidate)}
-        ordered = sorted(self._entries.items())
-        return [entry.describe(now_s, is_ready=ref in ready) for ref, entry in ordered]
+        return [entry.describe(now_s) for _, entry in sorted(self._entries.items())]
 
     def describe_pairs(self) -> list[dict[str, Any]]:
         """JSON-able account of the pairs that are ejected now."""
@@ -450,14 +449,14 @@ class Workers:
 
     def statistics(self) -> WorkersStatistics:
         now_s = self._now()
-        placeable = [candidate.member for candidate in self.candidates() if is_placeable(candidate)]
+        roles = [entry.worker.member.info.role for entry in self._entries.values() if entry.is_ready(now_s)]
         states = [entry.health.state(now_s).value for entry in self.entries()]
         return WorkersStatistics(
             is_connected=self._is_connected,
             revision=self._revision,
             members=len(self._entries),
-            prefill_ready=sum(m.info.role.can_prefill for m in placeable),
-            decode_ready=sum(m.info.role.can_decode for m in placeable),
+            prefill_ready=sum(role.can_prefill for role in roles),
+            decode_ready=sum(role.can_decode for role in roles),
             ejected=sum(
                 not entry.health.is_steady and entry.health.is_closed(now_s) for entry in self._entries.values()
             ),

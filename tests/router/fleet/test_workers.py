@@ -305,7 +305,7 @@ def test_workers_statistics_and_counters() -> None:
     refs = {candidate.agent_id: candidate.member.ref for candidate in workers.candidates()}
     workers.failed(refs["p"], "unreachable")
     known = workers.statistics()
-    assert (known.members, known.prefill_ready, known.decode_ready, known.ejected) == (2, 1, 1, 1)
+    assert (known.members, known.prefill_ready, known.decode_ready, known.ejected) == (2, 0, 1, 1)
     assert known.states == {"in": 1, "out": 1, "half_open": 0, "slow_start": 0}
     assert workers.counters.ejections == {("p", "unreachable"): 1}
     assert {name: state.value for name, state in workers.states().items()} == {"p": "out", "d": "in"}
