@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.native.cuda_driver import Driver, build
 from tests.support.native.nodes import Node, Nodes
 
 
@@ -45,3 +46,25 @@ def p(joined: tuple[Node, Node]) -> Node:
 @pytest.fixture
 def d(joined: tuple[Node, Node]) -> Node:
     return joined[1]
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """One of the whole run: a process loads one driver, the first that it asks for."""
+    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
+    build(path)
+    return Driver(path)
+
+
+@pytest.fixture
+def driver(loaded: Driver, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    monkeypatch.setenv("KVXFER_CUDA_LIBRARY", str(loaded.path))
+    loaded.set()
+    loaded.capture(False)
+    yield loaded
+    loaded.set()  # a core that closes waits for its copies
+    loaded.capture(False)
+    for node in nodes.made:
+        node.core.close()
+    assert loaded.count("violations") == 0
+    assert loaded.count("pinned") == 0

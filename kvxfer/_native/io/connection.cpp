@@ -52,8 +52,15 @@ void Connection::receive(size_t budget) {
   }
 }
 
+// Whether bytes that came are still on their way to a device. If that device failed, the landing is stopped here.
 bool Connection::must_wait() {
-  is_paused_ = landing_ && landing_->must_wait(decoder_.payload_pending() == 0);
+  is_paused_ = false;
+  try {
+    is_paused_ = landing_ && landing_->must_wait(decoder_.payload_pending() == 0);
+  } catch (const Error& error) {
+    if (error.code() != Code::memory_gone) throw;
+    stop_landing(error.code(), error.what());
+  }
   return is_paused_;
 }
 
@@ -185,6 +192,7 @@ void Connection::take_buffered_payload() {
   const bool is_wanted = may_land();
   for (;;) {
     if (is_wanted && must_wait()) return;
+    if (is_wanted && !landing_) return take_buffered_payload();
     const std::string_view bytes = decoder_.take_payload(is_wanted ? landing_->room_for(kStagingBytes) : kStagingBytes);
     if (bytes.empty()) break;
     if (!is_wanted) {
@@ -285,7 +293,7 @@ size_t Connection::read_payload() {
 }
 
 void Connection::finish_payload() {
-  if (!landing_ || must_wait()) return;
+  if (must_wait() || !landing_) return;
   if (!landing_->is_intact()) {
     statistics_.checksum_failures.add();
     return stop_landing(Code::checksum, "the received blocks do not match their checksums");

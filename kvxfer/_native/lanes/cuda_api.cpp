@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 
@@ -12,6 +14,9 @@ namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
 constexpr const char* kVariable = "KVXFER_CUDA_LIBRARY";
+constexpr int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+
+std::atomic<const CudaLibrary*> in_use{nullptr};
 
 template <class Function>
 void find(void* library, const char* name, Function& to) {
@@ -47,6 +52,7 @@ std::unique_ptr<CudaLibrary> open() {
   find(handle, "cuEventRecord", l.event_record);
   find(handle, "cuEventQuery", l.event_query);
   find(handle, "cuLaunchHostFunc", l.launch_host);
+  find(handle, "cuThreadExchangeStreamCaptureMode", l.exchange_capture_mode);
   find(handle, "cuGetErrorString", l.error_string);
   l.copy_batch = reinterpret_cast<decltype(l.copy_batch)>(::dlsym(handle, "cuMemcpyBatchAsync"));
   if (const Result result = l.init(0); result != kSuccess) throw Error(Code::no_lane, "the CUDA driver does not start: " + l.text(result));
@@ -61,11 +67,19 @@ std::string CudaLibrary::text(Result result) const {
   return text;
 }
 
+bool is_lost(Result result) {
+  // Deinitialized, a context that is invalid or destroyed, errors of the hardware, and what kills a context: bad addresses,
+  // instructions, launches.
+  constexpr Result kLost[] = {4, 201, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719};
+  return std::find(std::begin(kLost), std::end(kLost), result) != std::end(kLost);
+}
+
 const CudaLibrary& load() {
   static std::mutex mutex;
   static std::unique_ptr<CudaLibrary> loaded;
   std::lock_guard lock(mutex);
   if (!loaded) loaded = open();
+  in_use = loaded.get();
   return *loaded;
 }
 
@@ -85,14 +99,35 @@ Context::Context(const CudaLibrary& library, int device) : library_(library), de
 Context::~Context() { library_.context_release(handle_); }
 
 void Context::check(Result result, const char* what) const {
-  if (result != kSuccess) throw Error(Code::transport, std::string("CUDA: ") + what + ": " + library_.text(result));
+  if (result == kSuccess) return;
+  throw Error(is_lost(result) ? Code::memory_gone : Code::transport, std::string("CUDA: ") + what + ": " + library_.text(result));
 }
 
+RelaxedCapture::RelaxedCapture() noexcept : library_(in_use), mode_(kRelaxed) {
+  // A driver that refuses is one that refuses what is asked next, too: those results are judged.
+  if (library_ != nullptr && library_->exchange_capture_mode(&mode_) != kSuccess) library_ = nullptr;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (library_ != nullptr) library_->exchange_capture_mode(&mode_);
+}
+
+void Context::Current::enter(Result& result) {
+  result = context_.library_.context_push(context_.context_);
+  if (result == kSuccess) relaxed_.emplace();
+}
+
+Context::Current::Current(const Context& context, Result& result) noexcept : context_(context) { enter(result); }
+
 Context::Current::Current(const Context& context) : context_(context) {
-  context.check(context.library_.context_push(context.context_), "the device's context");
+  Result result = kSuccess;
+  enter(result);
+  context.check(result, "the device's context");
 }
 
 Context::Current::~Current() {
+  if (!relaxed_) return;
+  relaxed_.reset();
   void* ignored = nullptr;
   context_.library_.context_pop(&ignored);
 }

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace kvxfer::cuda {
@@ -17,6 +18,12 @@ using Address = unsigned long long;
 using HostFunction = void (*)(void*);
 
 constexpr Result kSuccess = 0, kNotReady = 600;
+constexpr Result kCaptureFirst = 900, kCaptureLast = 908;  // the driver's refusals while a stream is being captured into a graph
+
+// A refusal says nothing of the work that was asked about: it may still run.
+constexpr bool is_of_capture(Result result) { return result >= kCaptureFirst && result <= kCaptureLast; }
+// Whether the context has failed for good, with all its memory: every later call gets the same result.
+bool is_lost(Result result);
 
 struct Location {
   int type = 0, id = 0;
@@ -49,6 +56,7 @@ struct CudaLibrary {
   Result (*event_record)(Event, Stream);
   Result (*event_query)(Event);
   Result (*launch_host)(Stream, HostFunction, void*);
+  Result (*exchange_capture_mode)(int*);  // of the calling thread
   Result (*error_string)(Result, const char**);
 
   std::string text(Result result) const;
@@ -56,6 +64,20 @@ struct CudaLibrary {
 
 // Once a process; a failure is not remembered. Throws Error(no_lane).
 const CudaLibrary& load();
+
+// While one exists, the calling thread may ask the driver anything although another thread, the engine's, captures a graph: in the
+// mode that a thread begins with, such a question is refused, and breaks that capture. Does nothing before load() has succeeded.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept;
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture();
+
+ private:
+  const CudaLibrary* library_;  // null: the mode is as it was
+  int mode_;                    // to be set, then the one before
+};
 
 // The primary context of one device, which the process's own CUDA code uses. Immutable: any thread may use it.
 class Context {
@@ -69,19 +91,23 @@ class Context {
 
   const CudaLibrary& library() const { return library_; }
   int device() const { return device_; }
-  // Throws Error(transport) with what the driver says unless `result` is success.
+  // Throws Error with what the driver says unless `result` is success: memory_gone if the context is lost, else transport.
   void check(Result result, const char* what) const;
 
-  // Makes it the calling thread's context while this object exists. Throws Error(transport).
+  // Makes it the calling thread's context while this object exists, in the relaxed mode of captures.
   class Current {
    public:
-    explicit Current(const Context& context);
+    explicit Current(const Context& context);  // throws what check() throws
+    Current(const Context& context, Result& result) noexcept;
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
     ~Current();
 
    private:
+    void enter(Result& result);
+
     const Context& context_;
+    std::optional<RelaxedCapture> relaxed_;  // none: the driver refused the context
   };
 
  private:

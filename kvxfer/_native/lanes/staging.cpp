@@ -20,6 +20,12 @@ constexpr int kFinishPollMs = 5;
 
 enum class Direction { FromDevice, ToDevice };
 
+// `whose`: "source" or "destination".
+[[noreturn]] void refuse(const StagingBuffer& buffer, const char* whose) {
+  if (buffer.failure_code != Code::memory_gone) throw Error(buffer.failure_code, buffer.failure);
+  throw Error(Code::memory_gone, std::string("the ") + whose + "'s memory is on a device that failed: " + buffer.failure);
+}
+
 void ring(void* fd) { ::eventfd_write(*static_cast<const int*>(fd), 1); }
 
 }  // namespace
@@ -46,6 +52,9 @@ class StagingDevice {
   cuda::Stream stream(cuda::Stream& stream);
   void add_slab();
   void issue(cuda::Stream stream);
+  void ring_after(const StagingBuffer& buffer);
+  bool is_over(StagingBuffer& buffer);
+  void fail(StagingBuffer& buffer, const char* what, cuda::Result result) const;
 
   Staging& staging_;
   const std::shared_ptr<cuda::Context> context_;
@@ -61,18 +70,19 @@ class StagingDevice {
 
 StagingDevice::~StagingDevice() {
   const cuda::CudaLibrary& driver = context_->library();
-  try {
-    const cuda::Context::Current current(*context_);
-    for (const cuda::Stream stream : {gathers_, scatters_, rings_}) {
-      if (stream == nullptr) continue;
-      driver.stream_synchronize(stream);  // the last ring, too
-      driver.stream_destroy(stream);
-    }
-    for (const StagingBuffer& buffer : buffers_) driver.event_destroy(buffer.event);
-    for (void* slab : slabs_) driver.host_free(slab);
-  } catch (const Error&) {  // the context is gone, with all its objects
-    return;
+  cuda::Result result = cuda::kSuccess;
+  const cuda::Context::Current current(*context_, result);
+  if (result != cuda::kSuccess) return;  // the context is gone, with all its objects
+  bool has_ended = true;
+  for (const cuda::Stream stream : {gathers_, scatters_, rings_}) {
+    if (stream != nullptr && driver.stream_synchronize(stream) != cuda::kSuccess) has_ended = false;  // the last ring, too
   }
+  if (!has_ended) return;  // what may still be written stays
+  for (const cuda::Stream stream : {gathers_, scatters_, rings_}) {
+    if (stream != nullptr) driver.stream_destroy(stream);
+  }
+  for (const StagingBuffer& buffer : buffers_) driver.event_destroy(buffer.event);
+  for (void* slab : slabs_) driver.host_free(slab);
 }
 
 cuda::Stream StagingDevice::stream(cuda::Stream& stream) {
@@ -106,6 +116,7 @@ StagingBuffer* StagingDevice::take(bool is_first) {
   buffer->number = 0;
   buffer->is_left = false;
   buffer->failure.clear();
+  buffer->failure_code = Code::transport;
   return buffer;
 }
 
@@ -121,7 +132,7 @@ size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostPar
   const cuda::Context::Current current(*context_);
   const cuda::CudaLibrary& driver = context_->library();
   const cuda::Stream copies = stream(direction == Direction::FromDevice ? gathers_ : scatters_);
-  const cuda::Stream rings = stream(rings_);
+  stream(rings_);
   to_.clear();
   from_.clear();
   sizes_.clear();
@@ -149,12 +160,19 @@ size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostPar
     issue(copies);
   } catch (const Error& error) {
     buffer.failure = error.what();
+    buffer.failure_code = error.code();
   }
-  context_->check(driver.event_record(buffer.event, copies), "an event");
-  context_->check(driver.stream_wait_event(rings, buffer.event, 0), "waiting for an event");
-  context_->check(driver.launch_host(rings, &ring, const_cast<int*>(&wake_fd_)), "a host function");
-  if (!buffer.failure.empty()) throw Error(Code::transport, buffer.failure);
+  buffer.stream = copies;
+  buffer.is_marked = driver.event_record(buffer.event, copies) == cuda::kSuccess;
+  if (buffer.is_marked) ring_after(buffer);
+  if (!buffer.failure.empty()) refuse(buffer, direction == Direction::FromDevice ? "source" : "destination");
   return buffer.bytes;
+}
+
+// Where the driver refuses it, nothing signals the end; the loop looks again in any case while a copy is in flight.
+void StagingDevice::ring_after(const StagingBuffer& buffer) {
+  const cuda::CudaLibrary& driver = context_->library();
+  if (driver.stream_wait_event(rings_, buffer.event, 0) == cuda::kSuccess) driver.launch_host(rings_, &ring, const_cast<int*>(&wake_fd_));
 }
 
 void StagingDevice::issue(cuda::Stream stream) {
@@ -162,26 +180,55 @@ void StagingDevice::issue(cuda::Stream stream) {
   if (has_batch_ && driver.copy_batch != nullptr && sizes_.size() > 1) {
     cuda::CopyAttributes attributes;
     size_t first = 0, failed = 0;
-    if (driver.copy_batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes, &first, 1, &failed, stream) == cuda::kSuccess) return;
-    has_batch_ = false;  // copies that have begun are repeated, with the same bytes
+    const cuda::Result result =
+        driver.copy_batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes, &first, 1, &failed, stream);
+    if (result == cuda::kSuccess) return;
+    has_batch_ = cuda::is_of_capture(result);  // copies that have begun are repeated, with the same bytes
   }
   for (size_t i = 0; i < sizes_.size(); ++i) context_->check(driver.copy(to_[i], from_[i], sizes_[i], stream), "a copy");
 }
 
+// Whether the last copy of a buffer has ended, well or not. Only the driver's word for it counts: while the engine captures a graph,
+// a question can be refused, and the copy runs on.
+bool StagingDevice::is_over(StagingBuffer& buffer) {
+  const cuda::CudaLibrary& driver = context_->library();
+  cuda::Result result = cuda::kSuccess;
+  if (!buffer.is_marked) {
+    result = driver.event_record(buffer.event, buffer.stream);
+    buffer.is_marked = result == cuda::kSuccess;
+  }
+  if (result == cuda::kSuccess) result = driver.event_query(buffer.event);
+  if (result == cuda::kSuccess) return true;
+  if (result == cuda::kNotReady || cuda::is_of_capture(result)) return false;
+  // Mostly the context is lost, and nothing lands any more. Where that is not so, the stream runs dry before this returns.
+  const cuda::Result dry = driver.stream_synchronize(buffer.stream);
+  if (cuda::is_of_capture(dry)) return false;
+  fail(buffer, "a copy", result);
+  return true;
+}
+
+void StagingDevice::fail(StagingBuffer& buffer, const char* what, cuda::Result result) const {
+  if (!buffer.failure.empty()) return;
+  buffer.failure = std::string("CUDA: ") + what + ": " + context_->library().text(result);
+  buffer.failure_code = Code::memory_gone;
+}
+
 void StagingDevice::settle(std::vector<uint64_t>& numbers) {
   if (in_flight_.empty()) return;
-  const cuda::CudaLibrary& driver = context_->library();
-  const auto is_over = [&](StagingBuffer* buffer) {
-    const cuda::Result result = driver.event_query(buffer->event);  // any error: the context is lost, and nothing lands any more
-    if (result == cuda::kNotReady) return false;
-    if (result != cuda::kSuccess && buffer->failure.empty()) buffer->failure = "CUDA: a copy: " + driver.text(result);
+  cuda::Result entered = cuda::kSuccess;
+  const cuda::Context::Current current(*context_, entered);
+  if (cuda::is_of_capture(entered)) return;
+  const auto leaves = [&](StagingBuffer* buffer) {
+    // A context that cannot be entered was destroyed, with its copies.
+    if (entered == cuda::kSuccess && !is_over(*buffer)) return false;
+    if (entered != cuda::kSuccess) fail(*buffer, "the device's context", entered);
     buffer->is_in_flight = false;
     --staging_.in_flight_;
     if (buffer->number != 0) numbers.push_back(std::exchange(buffer->number, 0));
     if (buffer->is_left) free_.push_back(buffer);
     return true;
   };
-  in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), is_over), in_flight_.end());
+  in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), leaves), in_flight_.end());
 }
 
 Staging::Staging() : wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -287,7 +334,7 @@ std::pair<const uint8_t*, size_t> Gather::front() const {
   if (buffers_.empty()) return {nullptr, 0};
   const StagingBuffer& buffer = *buffers_.front();
   if (buffer.is_in_flight) return {nullptr, 0};
-  if (!buffer.failure.empty()) throw Error(Code::transport, buffer.failure);
+  if (!buffer.failure.empty()) refuse(buffer, "source");
   return {buffer.data + at_, buffer.bytes - at_};
 }
 
@@ -315,7 +362,7 @@ Scatter::~Scatter() {
 
 void Scatter::forget_done() {
   while (!buffers_.empty() && !buffers_.front()->is_in_flight) {
-    if (!buffers_.front()->failure.empty()) throw Error(Code::transport, buffers_.front()->failure);
+    if (!buffers_.front()->failure.empty()) refuse(*buffers_.front(), "destination");
     staging_.device(context_).give(buffers_.front());
     buffers_.pop_front();
   }

@@ -28,11 +28,14 @@ class StagingDevice;
 struct StagingBuffer {
   uint8_t* data = nullptr;
   cuda::Event event = nullptr;
+  cuda::Stream stream = nullptr;  // of its last copy
   size_t bytes = 0;       // bytes of it in use
   uint64_t number = 0;    // of the gather that fills it; 0: none
   bool is_in_flight = false;
+  bool is_marked = false; // its event was recorded after its last copy: until then the event says nothing of it
   bool is_left = false;   // unused by any walk: it is free once it is not in flight
-  std::string failure;    // the driver's result of its copy
+  std::string failure;    // the driver's result of its copy; empty: none
+  Code failure_code = Code::transport;
 };
 
 // The transfers that ended while bytes of them were still being scattered.
@@ -100,7 +103,7 @@ class Gather {
   // memory_gone (of the host's parts).
   void fill(const std::function<uint64_t()>& begin);
   bool is_waiting() const { return !buffers_.empty() && buffers_.front()->is_in_flight; }
-  // The next bytes to send. Throws Error(transport).
+  // The next bytes to send. Throws Error: transport, memory_gone (of the device).
   std::pair<const uint8_t*, size_t> front() const;
   void sent(size_t bytes);
 
@@ -125,11 +128,11 @@ class Scatter {
   Scatter& operator=(const Scatter&) = delete;
   ~Scatter();
 
-  // Room for the next bytes, at most `max`; none if every buffer is in use. Throws Error(transport).
+  // Room for the next bytes, at most `max`; none if every buffer is in use. Throws Error: transport, memory_gone.
   iovec room(size_t max);
   // `bytes` came into that room. Throws Error: transport, memory_gone.
   void filled(size_t bytes);
-  // Whether every byte is in the blocks. Throws Error(transport) if the driver failed for some.
+  // Whether every byte is in the blocks. Throws Error(transport, memory_gone) if the driver failed for some.
   bool is_done();
   bool is_in_flight() const;
 

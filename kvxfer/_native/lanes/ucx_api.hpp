@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <string>
 
+#include "cuda_api.hpp"
+
 namespace kvxfer::ucp {
 
 using Status = int8_t;
@@ -210,6 +212,7 @@ class Quiet {
  private:
   friend struct Log;
   Quiet* const outer_;
+  const cuda::RelaxedCapture relaxed_;  // UCX asks the driver of its copies, too
   std::string said_;
 };
 

@@ -60,7 +60,10 @@ UcxKey::UcxKey(std::shared_ptr<UcxEndpoint> endpoint, const std::string& packed,
   }
 }
 
-UcxKey::~UcxKey() { endpoint_->worker_.library().rkey_destroy(handle_); }
+UcxKey::~UcxKey() {
+  const ucp::Quiet quiet;
+  endpoint_->worker_.library().rkey_destroy(handle_);
+}
 
 // --- gets ---
 

@@ -139,6 +139,24 @@ class End:
         core.grant(bytes.fromhex(transfer), POOL, np.array(blocks, np.uint32), reader="", ttl_ns=60 * SECOND)
         core.ready(bytes.fromhex(transfer), count, complete=count == len(blocks))
 
+    def do_ready(self, transfer: str, count: int) -> None:
+        self.transport.core.ready(bytes.fromhex(transfer), count, complete=True)
+
+    @staticmethod
+    def do_capture(for_s: float) -> int:
+        """Capture a CUDA graph for so long, in the global mode, and run it; how many kernels it has."""
+        counter, kernels = torch.zeros(1, device="cuda"), 0
+        graph, end = torch.cuda.CUDAGraph(), time.monotonic() + for_s
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            while time.monotonic() < end:
+                counter.add_(1)
+                kernels += 1
+                time.sleep(0.001)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert int(counter.item()) == kernels
+        return kernels
+
     def do_revoke_and_fill(self, transfer: str, after_s: float, name: str, value: int) -> str:
         """End the grant after so long, and write over its blocks as soon as that has returned; the state it is in."""
         time.sleep(after_s)

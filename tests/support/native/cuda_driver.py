@@ -38,6 +38,7 @@ class Driver:
     """The stand-in, told what to do."""
 
     def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
         self.library = ctypes.CDLL(str(path))
         for name in ("fake_alloc", "fake_shadow", "fake_count"):
             getattr(self.library, name).restype = ctypes.c_uint64
@@ -56,8 +57,13 @@ class Driver:
     ) -> None:
         self.library.fake_set(delay_us, has_batch, held, failing_copies, failing_allocs, lost)
 
+    def capture(self, is_capturing: bool = True, *, query: int = 0, record: int = 0) -> None:
+        """The engine captures a graph in CUDA's global mode, or does not. ``query`` and ``record`` are what every question
+        about an event, and every record of one, is answered; 0: the truth."""
+        self.library.fake_capture(is_capturing, query, record)
+
     def count(self, what: str) -> int:
-        names = ("copies", "batches", "early", "violations", "pinned", "contexts", "waiting")
+        names = ("copies", "batches", "early", "violations", "pinned", "contexts", "waiting", "broken")
         return int(self.library.fake_count(names.index(what)))
 
     def alloc(self, nbytes: int, seed: int | None = None) -> DeviceMemory:

@@ -22,7 +22,8 @@
 namespace {
 
 using Result = int;
-constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidContext = 201, kNotReady = 600, kLaunchFailed = 719;
+constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidContext = 201, kNotReady = 600, kLaunchFailed = 719, kCaptureUnsupported = 900;
+constexpr int kGlobal = 0, kRelaxed = 2;  // modes of a thread
 constexpr int kDevices = 2;
 
 struct Memory {
@@ -53,9 +54,19 @@ std::vector<void*>& retired = *new std::vector<void*>;  // pinned memory is not 
 int contexts[kDevices] = {};
 int fail_copies = 0, fail_host_allocs = 0;
 bool has_batch = true, is_held = false, is_lost = false;
+bool is_capturing = false;                        // the engine captures a graph, in the global mode
+int query_result = kSuccess, record_result = kSuccess;  // what is answered to these questions, whatever the truth is
 int delay_us = 0;
-uint64_t copies = 0, batches = 0, early = 0, violations = 0;
+uint64_t copies = 0, batches = 0, early = 0, violations = 0, broken_captures = 0;
 thread_local std::vector<void*> current;
+thread_local int capture_mode = kGlobal;
+
+// Under the mutex. Whether a call that is unsafe during a capture is refused; it then breaks the capture, too.
+bool breaks_capture() {
+  if (!is_capturing || capture_mode == kRelaxed) return false;
+  ++broken_captures;
+  return true;
+}
 
 uint8_t* resolve(uint64_t address, size_t bytes) {
   auto found = memories.upper_bound(address);
@@ -166,6 +177,7 @@ EXPORT Result cuCtxPopCurrent_v2(void** context) {
 EXPORT Result cuMemHostAlloc(void** address, size_t bytes, unsigned) {
   if (current.empty()) return kInvalidContext;
   std::lock_guard lock(mutex);
+  if (breaks_capture()) return kCaptureUnsupported;
   if (fail_host_allocs != 0) return --fail_host_allocs, kOutOfMemory;
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   std::memset(memory, 0xA5, bytes);
@@ -175,6 +187,7 @@ EXPORT Result cuMemHostAlloc(void** address, size_t bytes, unsigned) {
 }
 EXPORT Result cuMemFreeHost(void* address) {
   std::lock_guard lock(mutex);
+  if (breaks_capture()) return kCaptureUnsupported;
   if (pinned.erase(address) == 0) return ++violations, kInvalidValue;
   retired.push_back(address);
   return kSuccess;
@@ -189,6 +202,8 @@ EXPORT Result cuStreamCreate(void** stream, unsigned) {
 EXPORT Result cuStreamSynchronize(void* handle) {
   auto* const stream = static_cast<FakeStream*>(handle);
   std::unique_lock lock(mutex);
+  if (is_lost) return kLaunchFailed;
+  if (breaks_capture()) return kCaptureUnsupported;
   changed.wait(lock, [&] { return stream->tasks.empty() && !stream->is_running; });
   return kSuccess;
 }
@@ -211,6 +226,7 @@ EXPORT Result cuEventDestroy_v2(void* event) {
 EXPORT Result cuEventRecord(void* handle, void* stream) {
   auto* const event = static_cast<FakeEvent*>(handle);
   std::lock_guard lock(mutex);
+  if (record_result != kSuccess) return record_result;
   const auto reach = [event, number = event->asked + 1] {
     std::lock_guard lock(mutex);
     event->done = number;
@@ -223,6 +239,8 @@ EXPORT Result cuEventQuery(void* handle) {
   const auto* const event = static_cast<const FakeEvent*>(handle);
   std::lock_guard lock(mutex);
   if (is_lost) return kLaunchFailed;
+  if (breaks_capture()) return kCaptureUnsupported;
+  if (query_result != kSuccess) return query_result;
   return event->done == event->asked ? kSuccess : (++early, kNotReady);
 }
 EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
@@ -240,7 +258,7 @@ EXPORT Result cuLaunchHostFunc(void* stream, void (*function)(void*), void* data
 EXPORT Result cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream) {
   {
     std::lock_guard lock(mutex);
-    if (fail_copies != 0) return --fail_copies, kLaunchFailed;
+    if (fail_copies != 0) return --fail_copies, kOutOfMemory;  // nothing is lost
   }
   return put(stream, {always, [=] { copy_now({to}, {from}, {bytes}); }, true});
 }
@@ -248,15 +266,21 @@ EXPORT Result cuMemcpyBatchAsync(uint64_t* to, uint64_t* from, size_t* sizes, si
   {
     std::lock_guard lock(mutex);
     if (!has_batch) return kInvalidValue;
-    if (fail_copies != 0) return --fail_copies, kLaunchFailed;
+    if (fail_copies != 0) return --fail_copies, kOutOfMemory;  // nothing is lost
     ++batches;
   }
   const std::vector<uint64_t> targets(to, to + count), sources(from, from + count);
   const std::vector<size_t> lengths(sizes, sizes + count);
   return put(stream, {always, [=] { copy_now(targets, sources, lengths); }, true});
 }
+EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (current.empty()) return kInvalidContext;
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
 EXPORT Result cuGetErrorString(Result result, const char** text) {
-  *text = result == kLaunchFailed ? "unspecified launch failure" : result == kOutOfMemory ? "out of memory" : "invalid argument";
+  *text = result == kCaptureUnsupported ? "operation not permitted when stream is capturing"
+          : result == kLaunchFailed ? "unspecified launch failure" : result == kOutOfMemory ? "out of memory" : "invalid argument";
   return kSuccess;
 }
 
@@ -286,13 +310,20 @@ EXPORT void fake_set(int delay, int batch, int held, int failing_copies, int fai
   is_lost = lost != 0;
   changed.notify_all();
 }
-// 0 copies, 1 batches, 2 questions that came before the end, 3 violations, 4 pinned areas, 5 contexts held, 6 copies waiting
+EXPORT void fake_capture(int capturing, int result_of_query, int result_of_record) {
+  std::lock_guard lock(mutex);
+  is_capturing = capturing != 0;
+  query_result = result_of_query;
+  record_result = result_of_record;
+}
+EXPORT int fake_capture_mode() { return capture_mode; }  // of the calling thread
+// 0 copies, 1 batches, 2 questions that came before the end, 3 violations, 4 pinned areas, 5 contexts held, 6 copies waiting, 7 captures broken
 EXPORT uint64_t fake_count(int which) {
   std::lock_guard lock(mutex);
   uint64_t waiting = 0;
   for (const FakeStream& stream : streams) {
     for (const Task& task : stream.tasks) waiting += task.is_copy;
   }
-  const uint64_t counts[] = {copies, batches, early, violations, pinned.size(), static_cast<uint64_t>(contexts[0] + contexts[1]), waiting};
+  const uint64_t counts[] = {copies, batches, early, violations, pinned.size(), static_cast<uint64_t>(contexts[0] + contexts[1]), waiting, broken_captures};
   return counts[which];
 }
