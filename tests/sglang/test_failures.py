@@ -84,6 +84,30 @@ def test_abort_at_decode(world: World, state: str) -> None:
     assert all(map(np.array_equal, before, world.decode.kv))
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_abort_at_decode_before_it_introduced_itself(world: World, is_known: bool, is_first: bool) -> None:
+    """``is_known``: an earlier room introduced the two engines. ``is_first``: the prompt comes to prefill later."""
+    decode = world.decode if is_known else world.rank("decode")
+    if is_known:
+        decode.greet(decode.receiver(world.room()))
+    room = world.room()
+    sender = None if is_first else world.prefill.sender(room)
+    receiver = decode.receiver(room)
+    receiver.abort()
+    assert "Aborted" in fails(receiver, TOLD_S)
+    if sender is None:
+        wait(lambda: room in world.prefill.manager.prefill_side._over, TOLD_S)
+        sender = world.prefill.sender(room)
+    assert "gave it up" in fails(sender, TOLD_S)
+    receiver.abort()
+    receiver.clear()
+    sender.clear()
+    again = decode.ask(world.room(), [50], 3)
+    assert again.poll() == WAITING, "the farewell did no harm to rooms that come later"
+    again.abort()
+
+
 def test_a_failure_is_told_once_no_page_is_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     room = world.room()
     receiver = world.decode.ask(room, [50], 3)

@@ -188,8 +188,14 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
 
     def tell(self, address: tuple[str, int], greeting: greetings.Greeting) -> None:
         """Send it, once a process was heard from there; if none hears it, nothing happens."""
-        if self._correspondence.hold(address, greeting):
-            return
+        if not self._correspondence.hold(address, greeting):
+            self._send(address, greeting)
+
+    def introduce(self, address: tuple[str, int]) -> None:
+        """Register this decode rank at the prefill rank there."""
+        self._send(address, self.build_receiver_registration_message())
+
+    def _send(self, address: tuple[str, int], greeting: greetings.Greeting) -> None:
         place = NetworkAddress(*address)
         try:
             frames = self.signed(address, greeting)

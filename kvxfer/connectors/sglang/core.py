@@ -31,6 +31,7 @@ from kvxfer.connectors.sglang.messages import (
     encode,
 )
 from kvxfer.connectors.sglang.options import Options
+from kvxfer.connectors.sglang.pulses import Pulses
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
@@ -104,6 +105,8 @@ class TransportCore:
         self._outbox = Outbox(self._agent, unknown_s=MEET_S)
         self._dropped = RateLimitedWarning(log, "%s said what is no message: %s")
         call_soon = self._runtime.call
+        self.pulses = Pulses(self._agent, options.unknown_wait_s)
+        """The heartbeats of this rank's engine."""
         self.sources = SourceRooms(
             self._agent,
             self._pools,
@@ -111,6 +114,7 @@ class TransportCore:
             source_callbacks or SourceCallbacks(),
             call_soon,
             self._say,
+            self.pulses,
             options.timeout_s,
         )
         """The rooms that this rank sends."""
@@ -128,7 +132,7 @@ class TransportCore:
         """Return once peers can reach it. Raises ConfigError, AuthenticationError, CoordinatorUnavailableError,
         RefusedError."""
         self._runtime.start()
-        self.sources.pulse(False)
+        self.pulses.step(False)
         log.info("%r: %r", self._agent, self._pools)
 
     def stop(self) -> None:
@@ -160,6 +164,11 @@ class TransportCore:
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are computed with other or unknown weights from now on. From any thread."""
         self._runtime.call(self._pools.describe, record)
+
+    def come_round(self, *, is_paused: bool) -> None:
+        """The engine's loop comes round, in a pause or not. From the loop's thread, at any rate."""
+        if is_paused or self.pulses.is_paused:
+            self.pulses.come_round(is_paused=is_paused, has_work=len(self.sources) > 0)
 
     def statistics(self) -> CoreStatistics:
         """From any thread."""
@@ -202,6 +211,7 @@ class TransportCore:
     async def _sweep(self) -> None:
         async for _ in every(SWEEP_S):
             self._outbox.flush()
+            self.pulses.sweep(time.monotonic())
             self.sources.sweep(time.monotonic())
 
     def _hear(self, sender: str, message: Message) -> None:

@@ -6,11 +6,13 @@ Only a process that has a manager is hooked. SGLang logs a hook that it cannot a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvxfer.connectors.sglang.manager_view import ManagerView
@@ -20,6 +22,9 @@ log = logging.getLogger("kvxfer.sglang")
 
 MANAGERS: weakref.WeakSet[ManagerView] = weakref.WeakSet()
 """The managers of this process."""
+
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The scheduler of this process, while its front keeps prompts to itself."""
 
 _installed: set[str] = set()
 """Targets of hooks that are registered. SGLang would run a hook twice if it were registered twice."""
@@ -66,8 +71,39 @@ def note_request(queue: Any, request: Any, *_: Any, **__: Any) -> None:
         manager.traceparent = traceparent_of(request)
 
 
+def take_in(process: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
+    """Runs around the handling of what has reached the scheduler. A control request, such as a change of weights, is
+    handled at once, however long it takes. A pause of mode ``abort`` comes from our plugin in SGLang's front, which
+    keeps new prompts back until it is over; SGLang's schedulers do not know that mode."""
+    kept = []
+    for request in requests:
+        if isinstance(request, PauseGenerationReqInput) and request.mode == "abort":
+            _held.add(scheduler)
+            continue
+        if isinstance(request, ContinueGenerationReqInput):
+            _held.discard(scheduler)
+        kept.append(request)
+    with contextlib.ExitStack() as calls:
+        for manager in _prefill_managers() if kept else ():
+            calls.enter_context(manager.core.pulses.call())
+        return process(scheduler, kept)
+
+
+def come_round(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Runs after the scheduler took in what had reached it: once in each turn of each of its loops."""
+    is_paused = scheduler._engine_paused or scheduler in _held
+    for manager in _prefill_managers():
+        manager.core.come_round(is_paused=is_paused)
+
+
+def _prefill_managers() -> list[ManagerView]:
+    return [manager for manager in MANAGERS if manager.prefill_side is not None]
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any], Any], ...] = (
     ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", leave_after, HookType.AROUND),
+    ("sglang.srt.managers.scheduler.Scheduler.process_input_requests", take_in, HookType.AROUND),
+    ("sglang.srt.managers.scheduler.Scheduler.ingest_requests", come_round, HookType.AFTER),
     ("sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info", look_again, HookType.BEFORE),
     (
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",

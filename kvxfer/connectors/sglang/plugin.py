@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
 from kvxfer.connectors.sglang.limits import check_arguments
@@ -24,6 +25,7 @@ MEMBER = "KVXFER"
 GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 CHECK_ARGUMENTS = "sglang.srt.arg_groups.validation_hook.check_server_args"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+PAUSE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation"
 UPDATES_OF = (
     *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
     *("update_weights_from_ipc", "begin_weight_update"),
@@ -45,13 +47,20 @@ def register() -> None:
     add_choice()
     with contextlib.suppress(ImportError):  # the name is there; get_kv_class of such a version refuses it by name
         add_member()
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
-    hooks = [
+    hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (GET_CLASS, find_class, HookType.AROUND),
         (CHECK_ARGUMENTS, check_first, HookType.BEFORE),
         *((f"{UPDATER}.{name}", functools.partial(note_update, name), HookType.BEFORE) for name in UPDATES_OF),
     ]
+    add_hooks(hooks)
+
+
+def add_hooks(hooks: Iterable[tuple[str, Callable[..., Any], Any]]) -> None:
+    """Register hooks (target, hook, type) that this process does not have yet."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     for target, hook, kind in hooks:
         if target not in _registered:
             _registered.add(target)
@@ -119,6 +128,19 @@ def check_first(server_args: Any, *_: Any, **__: Any) -> None:
     check_arguments(arguments)
     for variable, value in HOLD_UNTIL_DRAINED.items():
         os.environ.setdefault(variable, value)
+    if arguments.disaggregation_mode == "prefill":
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        add_hooks([(PAUSE, tell_schedulers, HookType.AROUND)])
+        HookRegistry.apply_hooks()
+
+
+async def tell_schedulers(pause: Callable[..., Awaitable[Any]], tokenizer: Any, request: Any) -> Any:
+    """Around a pause in a prefill engine's main process, which keeps new prompts to itself until the pause is over. In
+    mode ``abort`` SGLang tells no scheduler, so this does: decode engines that ask for such a prompt must wait."""
+    if request.mode == "abort":
+        await tokenizer._async_dispatch_to_scheduler(request)
+    return await pause(tokenizer, request)
 
 
 def note_update(name: str, *_: Any, **__: Any) -> None:

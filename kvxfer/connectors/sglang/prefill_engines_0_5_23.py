@@ -5,16 +5,23 @@ then the rooms that wait for it fail. The scheduler's thread waits for none of t
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
+import threading
 import time
 from typing import Any
 
 import requests
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
+from kvxfer.connectors.sglang.decode_side import place_of
+from kvxfer.connectors.sglang.greetings import Abort
 from kvxfer.connectors.sglang.inquiries import Inquiries
 from kvxfer.connectors.sglang.limits import check_sizes
 from kvxfer.connectors.sglang.manager_view import ManagerView
 from kvxfer.errors import KvxferError
+
+log = logging.getLogger("kvxfer.sglang")
 
 GONE_S = 1.7
 """A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
@@ -22,6 +29,8 @@ ROW_S = 5.0
 """Failed asks are of one row if they are no further apart."""
 PROBE_S = 1.8
 """Longer, so that a host that says nothing needs to be asked once; a packet that was lost is sent again after 1 s."""
+FAREWELLS_MAX = 16
+"""How many engines are told at once of rooms that were given up early."""
 NOT_READY = object()
 """A prefill engine some of whose ranks are not there yet."""
 
@@ -45,13 +54,16 @@ class _Scratch:
 
 
 class PrefillEngines:
-    """On the scheduler's thread, which never waits here."""
+    """On the scheduler's thread, which never waits here; :meth:`give_up` from any thread."""
 
     def __init__(self, manager: ManagerView) -> None:
         self._manager = manager
         self._inquiries: Inquiries[Any] = Inquiries(self._inquire)
         self._missed: dict[str, tuple[float, float]] = {}
         """When the first and the last failed ask in a row were."""
+        self._lock = threading.Lock()
+        self._given_up: dict[str, list[Abort]] = {}
+        """By engine, rooms that it has to be told of."""
 
     def ensure(self, bootstrap_addr: str) -> bool:
         """Whether SGLang's manager knows now what that engine is. One that is gone, or that does not fit, fails the
@@ -74,6 +86,50 @@ class PrefillEngines:
         """Whether :meth:`ensure` would learn something of it now."""
         answer = self._inquiries.look(bootstrap_addr)
         return answer is not None and answer is not NOT_READY and not isinstance(answer, Missed)
+
+    def give_up(self, bootstrap_addr: str, room: int, text: str) -> None:
+        """That room ends here before its prefill ranks were asked for. They hear it from another thread, which finds
+        them. Nothing happens if there is no engine that fits."""
+        with self._lock:
+            if bootstrap_addr not in self._given_up and len(self._given_up) >= FAREWELLS_MAX:
+                log.warning("room %d was given up, and the engine at %s is not told", room, bootstrap_addr)
+                return
+            waiting = self._given_up.setdefault(bootstrap_addr, [])
+            waiting.append(Abort(room, "", text))
+            if len(waiting) == 1:
+                threading.Thread(
+                    target=self._tell_given_up, args=(bootstrap_addr,), name="kvxfer farewell", daemon=True
+                ).start()
+
+    def _tell_given_up(self, bootstrap_addr: str) -> None:
+        """On another thread."""
+        ranks: list[dict[str, Any]] = []
+        try:
+            ranks = self._ranks_of(bootstrap_addr)
+        except Exception as error:  # what answers there may be anything
+            log.warning("the prefill ranks at %s could not be found: %s", bootstrap_addr, error)
+        with self._lock:
+            aborts = self._given_up.pop(bootstrap_addr)
+        side = self._manager.decode_side
+        for rank in ranks:
+            if side is not None and side.waits_for([rank]) is not None:
+                self._manager.introduce(place_of(rank))
+            for abort in aborts:
+                self._manager.tell(place_of(rank), abort)
+
+    def _ranks_of(self, bootstrap_addr: str) -> list[dict[str, Any]]:
+        """Those that rooms of this rank are asked of, of each data parallel rank. Raises what `requests` does."""
+        info = self._manager.prefill_info_table.get(bootstrap_addr) or self._inquire(bootstrap_addr)
+        if info is NOT_READY or isinstance(info, (Missed, str)):
+            return []
+        groups = (range(info.dp_size), info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks)
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        return [
+            requests.get(
+                f"http://{bootstrap_addr}/route", params=dict(zip(names, rank, strict=True)), timeout=PROBE_S
+            ).json()
+            for rank in itertools.product(*groups)
+        ]
 
     def _miss(self, bootstrap_addr: str, asked_s: float) -> None:
         now_s = time.monotonic()

@@ -129,8 +129,15 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().failure_exception()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        if not self._is_refused:
+        if self._is_refused or self.abort_notified:
+            return
+        if self.bootstrap_infos is not None:
             super().ensure_abort_notified(force_arm=force_arm)
+        else:  # prefill may have a sender for it, and would wait until SGLang's own timeout
+            self.abort_notified = True
+            self.kv_mgr.engines.give_up(
+                self.bootstrap_addr, self.bootstrap_room, self.kv_mgr.why_failed(self.bootstrap_room)
+            )
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         abort = greetings.Abort(self.bootstrap_room, self._transfer_id, self.kv_mgr.why_failed(self.bootstrap_room))

@@ -53,7 +53,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> Any:
         """The state of the room. A call also counts as a heartbeat of the engine."""
-        self.kv_mgr.core.sources.pulse(True)
+        self.kv_mgr.core.pulses.step(True)
         status = super().poll()
         if status == KVPoll.Failed:
             self._give_up()

@@ -26,6 +26,7 @@ from kvxfer.connectors.sglang.callbacks import Callbacks
 from kvxfer.connectors.sglang.device_callbacks import DeviceCallbacks, Fence
 from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, AllReceived, End, Failed, Message, PartGranted
 from kvxfer.connectors.sglang.pools import RankPools, rows_of
+from kvxfer.connectors.sglang.pulses import Pulses
 from kvxfer.connectors.sglang.source_room import COMMITTED, Moved, RoomReader, SourceCallbacks, SourceLeg, SourceRoom
 from kvxfer.connectors.sglang.views import SharedRows
 from kvxfer.connectors.sglang.watch import PeerLeg
@@ -50,7 +51,6 @@ __all__ = ["Fence", "Moved", "RoomReader", "SourceCallbacks", "SourceRooms"]
 
 log = logging.getLogger("kvxfer.sglang")
 
-PULSE_S = 0.05
 EARLY_MAX = 4096
 """Rooms that readers want and that the engine here has not accepted; the oldest go first."""
 DECLINE_S = 0.5
@@ -78,10 +78,11 @@ class SourceRooms:
         callbacks: SourceCallbacks,
         call_soon: Callable[..., None],
         say: Callable[[str, Message], None],
+        pulses: Pulses,
         early_s: float,
     ) -> None:
         """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` sends a message to an agent, in order.
-        A reader waits at most ``early_s`` until its room is accepted."""
+        ``pulses`` hears that the engine is idle. A reader waits at most ``early_s`` until its room is accepted."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
@@ -90,6 +91,7 @@ class SourceRooms:
         self._callbacks = Callbacks(call_soon)
         self._call_soon = call_soon
         self._say = say
+        self._pulses = pulses
         self._early_s = early_s
         self._lock = threading.RLock()
         self._rooms: dict[int, SourceRoom] = {}
@@ -98,7 +100,6 @@ class SourceRooms:
         self._by_transfer: dict[TransferId, tuple[SourceRoom, SourceLeg]] = {}
         self._given_up: collections.OrderedDict[tuple[str, TransferId], Failed] = collections.OrderedDict()
         self._device = DeviceCallbacks()
-        self._pulsed: tuple[float, bool] = (0.0, False)
         self._closed: KvxferError | None = None
 
     def __len__(self) -> int:
@@ -218,18 +219,7 @@ class SourceRooms:
                 if len(self._ended) > ENDED_MAX:
                     self._ended.popitem(last=False)
             if not self._rooms:
-                self.pulse(False)
-
-    def pulse(self, has_work: bool) -> None:
-        """A heartbeat of the engine's loop, which is about to step or, with ``has_work=False``, is idle. At most one in
-        PULSE_S counts; :meth:`clear` of the last room also reports an idle engine."""
-        now_s = time.monotonic()
-        at_s, had_work = self._pulsed
-        if has_work == had_work and now_s - at_s < PULSE_S:
-            return
-        self._pulsed = (now_s, has_work)
-        with contextlib.suppress(KvxferError):
-            self._agent.pulse(has_work=has_work)
+                self._pulses.step(False)
 
     def moved(self, room: int) -> Moved:
         """What was sent of a room; nothing for an unknown one."""

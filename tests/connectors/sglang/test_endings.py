@@ -188,7 +188,7 @@ def test_a_room_that_prefill_has_not_begun_is_waited_for(tmp_path: pathlib.Path)
     with pair(tmp_path, unknown_wait_s=0.3) as (p, d):
         open_room(p, d, 5, (1,), 0)
         for _ in range(20):
-            p.sources.pulse(True)
+            p.core.pulses.step(True)
             time.sleep(0.05)
         assert d.none("failed")
         assert d.core.statistics().agent.pulls.queued == 1
@@ -199,7 +199,7 @@ def test_a_room_that_prefill_has_not_begun_is_waited_for(tmp_path: pathlib.Path)
 def test_a_prefill_engine_that_makes_no_step_is_given_up(tmp_path: pathlib.Path) -> None:
     with pair(tmp_path, engine_silent_s=0.5) as (p, d):
         open_room(p, d, 5, (1,), 0)
-        p.sources.pulse(True)
+        p.core.pulses.step(True)
         assert d.wait("failed", 5, 4.0)[2] == "peer_gone"
         assert p.wait("unsent", 5)[2] in ("peer_gone", "grant_released")
 

@@ -78,7 +78,7 @@ def test_prompts_that_did_not_come_are_counted_by_their_codes(both: tuple[Read, 
     d.rank.wait("failed", 5)
     d.rank.destinations.clear(6)
     d.rank.destinations.begin(7, new_id(), [("p", 0)], (7,), 0)
-    p.rank.sources.pulse(False)
+    p.rank.core.pulses.step(False)
     d.rank.wait("failed", 7)
     until(lambda: d("loads_total", outcome="cancelled", lane="none") == p("sends_total", outcome="cancelled") == 2)
     assert d("loads_total", outcome="grant_unknown", lane="none") == 1
@@ -95,7 +95,7 @@ def test_open_and_waiting_rooms_are_counted(both: tuple[Read, Read]) -> None:
     p.rank.sources.accept(5)
     begin(p.rank, d.rank, 5, (1,), 0)
     d.rank.destinations.begin(6, new_id(), [("p", 0)], (2,), 1)
-    p.rank.sources.pulse(True)
+    p.rank.core.pulses.step(True)
     pulls: Any = lambda: d.rank.core.statistics().agent.pulls  # noqa: E731
     until(lambda: (pulls().queued, pulls().unknown) == (1, 1))
     p.look()
