@@ -89,9 +89,10 @@ class CoordinatorMetrics:
         )
         self._certificate_ends = prometheus_client.Gauge(
             "kvxfer_coordinator_certificate_ends_timestamp_seconds",
-            "When the coordinator's certificate ends, in Unix seconds; 0 without TLS.",
-            registry=self.registry,
+            "When the coordinator's certificate ends, in Unix seconds; absent without TLS.",
+            registry=None,
         )
+        self._has_certificate = False
 
     def called(self, call: str, outcome: str) -> None:
         """Count one control call."""
@@ -99,6 +100,9 @@ class CoordinatorMetrics:
 
     def certificate_ends(self, unix_s: float) -> None:
         self._certificate_ends.set(unix_s)
+        if not self._has_certificate:
+            self._has_certificate = True
+            self.registry.register(self._certificate_ends)
 
     def observe(self, statistics: DirectoryStatistics, watchers: int) -> None:
         """Show the directory as it is now."""

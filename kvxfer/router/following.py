@@ -70,6 +70,7 @@ async def following(options: RouterOptions, workers: Workers, token: bytes) -> A
             )
             await stack.enter_async_context(KubernetesSource(kubernetes.completed(os.environ), workers))
         if options.coordinator:
+            workers.is_connected = False
             tls = coordinator_tls(
                 options.coordinator_ca_file, options.coordinator_cert_file, options.coordinator_key_file
             )

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvxfer.openai.transfer_params import Part
 from kvxfer.router.fleet.workers import Workers
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -33,6 +34,9 @@ class RequestOutcome(enum.StrEnum):
 class _WorkersCollector(Collector):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self._parts: set[Part] = set()
+        """Of all workers that were ever known: of a part that has lost all of them 0 is said, of one that never had any
+        nothing."""
 
     def collect(self) -> Iterable[Metric]:
         inflight = GaugeMetricFamily(
@@ -47,8 +51,10 @@ class _WorkersCollector(Collector):
             "Workers that get as many new requests as others of their part, by part",
             labels=("part",),
         )
-        usable.add_metric(("prefill",), known.prefill_ready)
-        usable.add_metric(("decode",), known.decode_ready)
+        self._parts |= self._workers.parts()
+        for part, count in ((Part.PREFILL, known.prefill_ready), (Part.DECODE, known.decode_ready)):
+            if part in self._parts:
+                usable.add_metric((part.value,), count)
         yield usable
         yield GaugeMetricFamily(
             "kvxfer_router_workers_ejected",
@@ -67,9 +73,12 @@ class _WorkersCollector(Collector):
         yield GaugeMetricFamily(
             "kvxfer_router_pairs_ejected", "Pairs that get no request now", value=known.pairs_ejected
         )
-        yield GaugeMetricFamily(
-            "kvxfer_router_coordinator_connected", "1 while the coordinator is heard", value=float(known.is_connected)
-        )
+        if known.is_connected is not None:
+            yield GaugeMetricFamily(
+                "kvxfer_router_coordinator_connected",
+                "1 while the coordinator is heard",
+                value=float(known.is_connected),
+            )
         yield from self._upstream()
         counters = self._workers.counters
         yield _counted("kvxfer_router_ejections", "Ejections of workers", ("worker", "reason"), counters.ejections)

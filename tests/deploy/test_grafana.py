@@ -18,6 +18,7 @@ from kvxfer.policy.health import HealthEvent
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
 from kvxfer.router.upstream import UpstreamCounters
+from tests.support.fleet import stock
 
 pytestmark = pytest.mark.checkout
 
@@ -52,6 +53,8 @@ def exported() -> dict[str, set[str]]:
 
 def series(patch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     workers = Workers()
+    workers.is_connected = True
+    workers.replace("flags", [stock("d")])
     patch.setattr(workers, "inflight", lambda: {("d", "decode"): 1})
     patch.setattr(workers, "connections", lambda: {"10.0.0.1:8000": UpstreamCounters()})
     for counts in (workers.counters.ejections, workers.counters.probes, workers.counters.pair_ejections):

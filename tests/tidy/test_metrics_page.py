@@ -32,6 +32,7 @@ from kvxfer.router.fleet.workers import Workers
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.upstream import UpstreamCounters
 from kvxfer.types import Lane
+from tests.support.fleet import stock
 
 pytestmark = pytest.mark.checkout
 
@@ -74,6 +75,8 @@ def engine_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 def router_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     workers = Workers()
+    workers.is_connected = True
+    workers.replace("flags", [stock("d")])
     monkeypatch.setattr(workers, "inflight", lambda: {("d", "decode"): 1})
     monkeypatch.setattr(workers, "connections", lambda: {"10.0.0.1:8000": UpstreamCounters()})
     for counts in (workers.counters.ejections, workers.counters.probes, workers.counters.pair_ejections):
@@ -82,7 +85,9 @@ def router_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 
 def coordinator_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    return CoordinatorMetrics().registry
+    metrics = CoordinatorMetrics()
+    metrics.certificate_ends(1.0)
+    return metrics.registry
 
 
 def vllm_registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:

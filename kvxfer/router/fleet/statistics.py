@@ -9,7 +9,7 @@ import dataclasses
 class WorkersStatistics:
     """Counts of what the router knows; the ready are those that placement may give new work."""
 
-    is_connected: bool
+    is_connected: bool | None
     revision: int
     members: int
     prefill_ready: int

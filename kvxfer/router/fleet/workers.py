@@ -79,7 +79,7 @@ class Workers:
         self._counted = CountedRequests()
         self._counted_pairs = CountedRequests()
         self._revision = 0
-        self._is_connected = False
+        self._is_connected: bool | None = None
         self.counters = FleetCounters()
         self.on_probe_due: Callable[[], None] | None = None
         """Called when a worker is to be probed sooner than usual."""
@@ -89,12 +89,12 @@ class Workers:
     # Where workers come from.
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the coordinator is being heard."""
+    def is_connected(self) -> bool | None:
+        """Whether the coordinator is being heard. None where none is asked."""
         return self._is_connected
 
     @is_connected.setter
-    def is_connected(self, value: bool) -> None:
+    def is_connected(self, value: bool | None) -> None:
         if value != self._is_connected:
             self._is_connected = value
             self._weigh_suspicions()
@@ -191,7 +191,7 @@ class Workers:
         return False
 
     def _weigh_suspicions(self) -> None:
-        weigh_suspicions(self._entries.values(), is_connected=self._is_connected)
+        weigh_suspicions(self._entries.values(), is_connected=self._is_connected is True)
         self._stale()
 
     def _leave(self, entry: WorkerEntry) -> None:
@@ -431,6 +431,10 @@ class Workers:
                 key = (entry.worker.agent_id, part)
                 counts[key] = counts.get(key, 0) + count
         return counts
+
+    def parts(self) -> set[Part]:
+        """What the known workers can do."""
+        return {part for entry in self._entries.values() for part, _ in entry.parts}
 
     def states(self) -> dict[str, HealthState]:
         """The state of every worker with an address, by agent id."""

@@ -91,7 +91,7 @@ class Leader:
         self._listeners: dict[int, ToldMember] = {}
         self._told: dict[AgentRef, WorkerAccount] = {}
         self._told_pairs: tuple[ClosedPair, ...] = ()
-        self._is_connected = False
+        self._is_connected: bool | None = None
         self._version = 0
         self._failing: set[Pair] = set()
         """Pairs that failed and did not succeed since: every success there is worth telling."""

@@ -59,7 +59,7 @@ class Update:
     which no process counts anything any more."""
 
     version: int
-    is_connected: bool
+    is_connected: bool | None
     workers: tuple[WorkerAccount, ...] = ()
     gone: tuple[AgentRef, ...] = ()
     unseated: tuple[AgentRef, ...] = ()
