@@ -247,8 +247,9 @@ def why_unknown(fingerprint: str) -> str | None:
 class CompatibilityRecord:
     """What two pools must have in common before a byte moves between them.
 
-    Every field is compared; a mismatch is refused by the name of the first field that differs, in the order below.
-    Weights that are not known (:func:`unknown_fingerprint`) match nothing: ask :meth:`matches`, not ``==``.
+    Every field but ``facts`` is compared; a mismatch is refused by the name of the first field that differs, in the
+    order below. Weights that are not known (:func:`unknown_fingerprint`) match nothing: ask :meth:`matches`, not
+    ``==``.
     """
 
     model: str
@@ -267,6 +268,9 @@ class CompatibilityRecord:
     tp_size: int = 1
     groups: str = ""
     """Which layers share a block table, and what each table keeps; empty: all share one that keeps every token."""
+    facts: str = dataclasses.field(default="", compare=False)
+    """What ``config_fingerprint`` is a digest of, as a short text that names a difference: it is not compared itself
+    (:mod:`kvxfer.protocol.facts`)."""
 
     @classmethod
     def opaque(cls, format_name: str) -> CompatibilityRecord:
@@ -295,16 +299,20 @@ class CompatibilityRecord:
         except (ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"compatibility record is not JSON: {error}") from None
         types = {field.name: (int if field.type == "int" else str) for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or set(values) != set(types):
+        if not isinstance(values, dict) or set(values) | {"facts"} != set(types):
             raise InvalidArgumentError(f"compatibility record must have exactly the fields {sorted(types)}")
+        values.setdefault("facts", "")  # agents of earlier versions say none
         for name, kind in types.items():
             if type(values[name]) is not kind:
                 raise InvalidArgumentError(f"compatibility record field {name!r} must be {kind.__name__}")
         return cls(**values)
 
     def digest(self) -> bytes:
-        """SHA-256 of :meth:`to_json`: 32 bytes that the native cores compare in the PULL frame."""
-        return hashlib.sha256(self.to_json().encode()).digest()
+        """SHA-256 of :meth:`to_json` without ``facts``: 32 bytes that the native cores compare in the PULL frame."""
+        values = dataclasses.asdict(self)
+        del values["facts"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).digest()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ class AgentRef(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ...) -> None: ...
 
 class CompatibilityRecord(_message.Message):
-    __slots__ = ("model", "config_fingerprint", "weights_fingerprint", "dtype", "layers", "kv_heads", "head_dim", "block_tokens", "axes", "packing", "rope", "attention_backend", "tp_rank", "tp_size", "groups")
+    __slots__ = ("model", "config_fingerprint", "weights_fingerprint", "dtype", "layers", "kv_heads", "head_dim", "block_tokens", "axes", "packing", "rope", "attention_backend", "tp_rank", "tp_size", "groups", "facts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class CompatibilityRecord(_message.Message):
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     config_fingerprint: str
     weights_fingerprint: str
@@ -81,7 +82,8 @@ class CompatibilityRecord(_message.Message):
     tp_rank: int
     tp_size: int
     groups: str
-    def __init__(self, model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., axes: _Optional[str] = ..., packing: _Optional[str] = ..., rope: _Optional[str] = ..., attention_backend: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[str] = ...) -> None: ...
+    facts: str
+    def __init__(self, model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., axes: _Optional[str] = ..., packing: _Optional[str] = ..., rope: _Optional[str] = ..., attention_backend: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., groups: _Optional[str] = ..., facts: _Optional[str] = ...) -> None: ...
 
 class PoolRecord(_message.Message):
     __slots__ = ("pool_id", "record", "block_count", "block_bytes", "exposure", "is_shareable", "memory")

@@ -15,11 +15,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+from collections.abc import Sequence
 
 from kvxfer.errors import IncompatibleError, InvalidArgumentError, WeightsUnknownError
+from kvxfer.protocol import facts
 from kvxfer.types import AgentRef, CompatibilityRecord, PoolRecord, why_unknown
 
 SESSION_KEY_BYTES = 32
+NAMED_MAX = 12
+"""The most differences that one error names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,25 @@ def compare(ours: PoolRecord, theirs: PoolRecord) -> tuple[Mismatch, ...]:
     """
     if ours.record.matches(theirs.record) and ours.block_bytes == theirs.block_bytes:
         return ()
-    names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
-    pairs = [(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
-    pairs.append(("block_bytes", ours.block_bytes, theirs.block_bytes))
-    mismatches = (Mismatch(*pair) for pair in pairs)
-    return tuple(found for found in mismatches if found.ours != found.theirs or found.is_unknown)
+    found = compare_records(ours.record, theirs.record)
+    if ours.block_bytes != theirs.block_bytes:
+        found = (*found, Mismatch("block_bytes", ours.block_bytes, theirs.block_bytes))
+    return found
+
+
+def compare_records(ours: CompatibilityRecord, theirs: CompatibilityRecord) -> tuple[Mismatch, ...]:
+    """Every field in which the two differ, or that one does not know, in their order. Of ``config_fingerprint`` those
+    settings are named that differ, if both records say what it was made of."""
+    found: list[Mismatch] = []
+    for field in dataclasses.fields(CompatibilityRecord):
+        if not field.compare:
+            continue
+        mismatch = Mismatch(field.name, getattr(ours, field.name), getattr(theirs, field.name))
+        if mismatch.ours == mismatch.theirs and not mismatch.is_unknown:
+            continue
+        named = facts.differences(ours.facts, theirs.facts) if field.name == "config_fingerprint" else ()
+        found += [Mismatch(*difference) for difference in named] or [mismatch]
+    return tuple(found)
 
 
 def check(ours: PoolRecord, theirs: PoolRecord) -> None:
@@ -65,7 +83,13 @@ def check(ours: PoolRecord, theirs: PoolRecord) -> None:
     if not mismatches:
         return
     kind = WeightsUnknownError if all(found.is_unknown for found in mismatches) else IncompatibleError
-    raise kind("pools do not match: " + "; ".join(map(str, mismatches)), field=mismatches[0].field)
+    raise kind(f"pools do not match: {sentence(mismatches)}", field=mismatches[0].field)
+
+
+def sentence(mismatches: Sequence[Mismatch]) -> str:
+    """The first NAMED_MAX of them with both values, and how many more there are."""
+    more = len(mismatches) - NAMED_MAX
+    return "; ".join([*map(str, mismatches[:NAMED_MAX]), *([f"and {more} more"] if more > 0 else [])])
 
 
 def session_root(token: bytes) -> bytes:

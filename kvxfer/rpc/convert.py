@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvxfer._pb import control_pb2 as pb
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.directory import Change, Hello
+from kvxfer.protocol.facts import FACTS_BYTES_MAX
 from kvxfer.protocol.http_url import HttpUrl, address_of
 from kvxfer.protocol.pace import ToldPace
 from kvxfer.types import (
@@ -77,8 +78,9 @@ def _count(name: str, value: int, *, minimum: int = 0, maximum: int = COUNT_MAX)
 
 
 def _text(name: str, value: str) -> str:
-    if len(value.encode()) > TEXT_BYTES_MAX:
-        raise ProtocolError(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
+    if len(value.encode()) > (FACTS_BYTES_MAX if name == "record.facts" else TEXT_BYTES_MAX):
+        bound = f"FACTS_BYTES_MAX={FACTS_BYTES_MAX}" if name == "record.facts" else f"TEXT_BYTES_MAX={TEXT_BYTES_MAX}"
+        raise ProtocolError(f"{name} exceeds {bound} bytes")
     if value.isascii() and value.isprintable():  # nearly all texts
         return value
     if any(unicodedata.category(character) in _UNPRINTABLE for character in value):

@@ -40,7 +40,9 @@ class RawAnswer:
         return json.loads(self.body)
 
 
-def request(method: str, target: str, *lines: str, host: str | None = "x", version: str = "1.1", body: bytes = b"") -> bytes:
+def request(
+    method: str, target: str, *lines: str, host: str | None = "x", version: str = "1.1", body: bytes = b""
+) -> bytes:
     """The bytes of a request, after which the connection closes. Without a ``host`` it has no such field."""
     fields = [*([] if host is None else [f"host: {host}"]), "connection: close", *lines]
     if body:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import ConfigError, IncompatibleError, WeightsUnknownError
-from kvxfer.protocol.handshake import Mismatch
+from kvxfer.protocol.handshake import Mismatch, compare_records, sentence
 from kvxfer.types import CompatibilityRecord
 
 WHOLE_ROWS = ("mamba", "swa")
@@ -131,9 +131,7 @@ class Identity:
 def check_peer(ours: Identity, theirs: Identity) -> None:
     """Raise IncompatibleError, naming each field that differs with both values, unless pages may move, as far as their
     shapes allow (:func:`~.shape.common`); WeightsUnknownError where only that is not known."""
-    names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
-    found = [Mismatch(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
-    wrong = [mismatch for mismatch in found if mismatch.ours != mismatch.theirs or mismatch.is_unknown]
+    wrong = list(compare_records(ours.record, theirs.record))
     is_cut = [identity.shape is not None for identity in (ours, theirs)]
     if is_cut[0] != is_cut[1]:
         wrong.append(Mismatch("shape", *("known" if is_known else "not known" for is_known in is_cut)))
@@ -143,7 +141,7 @@ def check_peer(ours: Identity, theirs: Identity) -> None:
             wrong.append(Mismatch(field.name, shortened(here), shortened(there)))
     if wrong:
         kind = WeightsUnknownError if all(mismatch.is_unknown for mismatch in wrong) else IncompatibleError
-        raise kind("the engines do not match: " + "; ".join(map(str, wrong)), field=wrong[0].field)
+        raise kind(f"the engines do not match: {sentence(wrong)}", field=wrong[0].field)
 
 
 def shortened(values: Sequence[Any]) -> str:

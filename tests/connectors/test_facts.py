@@ -1,0 +1,79 @@
+"""Settings as facts: every one counts unless it is exempt, and is told the same by every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pathlib
+from typing import Any
+
+import pytest
+
+from kvxfer.connectors.common.facts import Exemptions, facts_of, names_of
+from kvxfer.errors import ConfigError
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Part:
+    port: int = 0
+    scale: float = 1.5
+    names: Any = ()
+
+
+@dataclasses.dataclass
+class Config:
+    part: Part = dataclasses.field(default_factory=Part)
+    logs: dict[str, int] = dataclasses.field(default_factory=lambda: {"level": 3})
+    kind: Kind = Kind.ONE
+    off: bool = False
+    nothing: str | None = None
+
+
+EXEMPT = Exemptions({"part.port": "where it listens", "logs.*": "logs"})
+
+
+def test_every_setting_counts_but_what_is_exempt_or_off() -> None:
+    assert facts_of(Config(), EXEMPT) == {"part.scale": "1.5", "kind": "ONE"}
+    assert facts_of(Config(Part(port=7), {"level": 1}), EXEMPT) == facts_of(Config(), EXEMPT)
+    assert facts_of({"new": {"thing": 1}}, EXEMPT, "engine") == {"engine.new.thing": "1"}
+    assert facts_of(Config(off=True), EXEMPT)["off"] == "true"
+    assert names_of(Config(), EXEMPT) == ["part.port", "part.scale", "part.names", "logs", "kind", "off", "nothing"]
+
+
+def test_a_part_is_not_exempt_by_a_name_that_begins_alike() -> None:
+    assert facts_of({"logs_of_kv": 1, "log": {"level": 2}}, EXEMPT) == {"logs_of_kv": "1", "log.level": "2"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"b", "a"}, '["a","b"]'),
+        ((1, Kind.ONE), '[1,"ONE"]'),
+        (pathlib.PurePosixPath("/a"), "/a"),
+        ({1: Part(2)}, '{"1":{"names":[],"port":2,"scale":1.5}}'),
+        (len, "builtins.len"),
+        ([Kind], '["test_facts.Kind"]'),
+    ],
+)
+def test_a_value_is_told_the_same_everywhere(value: Any, text: str) -> None:
+    found = facts_of(Part(names=value), EXEMPT, "at")
+    found.pop("at.scale")
+    assert [told.replace("tests.connectors.", "") for told in found.values()] == [text]
+
+
+def test_a_value_that_cannot_be_told_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"setting part\.names has a value of type object"):
+        facts_of(Config(Part(names=[object()])), EXEMPT)
+    with pytest.raises(ConfigError, match="function"):
+        facts_of(Config(Part(names=lambda: None)), EXEMPT)
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ConfigError, match=r"part\.names is nested deeper"):
+        facts_of(Config(Part(names=deep)), EXEMPT)
+    with pytest.raises(ConfigError, match="SETTINGS_MAX"):
+        facts_of({str(number): 1 for number in range(5000)}, EXEMPT)
