@@ -22,7 +22,9 @@ COMPLETION_TOKENS_DEFAULT = 16
 def _check_prompt(value: Any) -> Any:
     prompt = schemas.check_prompt(value)
     if isinstance(prompt, list) and type(prompt[0]) is not int:
-        wrong("a list of prompts is not supported: send one prompt a request")
+        if len(prompt) > 1:
+            wrong("a list of several prompts is not supported: send one prompt a request")
+        return prompt[0]
     return prompt
 
 
@@ -88,7 +90,7 @@ class _Answer(BaseModel):
 
 
 class CompletionBody(_Answer, schemas.CompletionRequest):
-    """``POST /v1/completions``: ``prompt`` is one string or one list of token ids."""
+    """``POST /v1/completions``: ``prompt`` is one string or one list of token ids, or a list with one of these."""
 
     prompt: Annotated[Any, BeforeValidator(_check_prompt)] = None
 

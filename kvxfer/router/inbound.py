@@ -108,15 +108,18 @@ class Inbound:
 
     @property
     def several(self) -> str | None:
-        """The field that makes several sequences of it: of several answers, or a list of prompts; None for one."""
+        """The field that makes several sequences of it: of several answers, or a list of prompts; None for one. A list
+        of one prompt is that prompt."""
         if self.many_field is not None:
             return self.many_field
-        return None if self.size.prompts is None else self.prompt_field
+        return None if self.size.prompts in (None, 1) else self.prompt_field
 
     @property
     def may_get_array(self) -> bool:
-        """Whether an answer may be a JSON array: SGLang's to several sequences, and those of its rerank routes."""
-        return not self.api.generates or (self.api.is_sampled_by_object and not self.is_one_sequence)
+        """Whether an answer may be a JSON array: SGLang's to a list of prompts, also of one, or to several sequences,
+        and those of its rerank routes."""
+        is_listed = self.size.prompts is not None or not self.is_one_sequence
+        return not self.api.generates or (self.api.is_sampled_by_object and is_listed)
 
     def needs(self) -> tuple[Need, Need]:
         """What the request takes at least, and what it will take by the router's estimate."""

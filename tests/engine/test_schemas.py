@@ -40,6 +40,11 @@ def test_null_means_default_and_unknown_fields_are_kept() -> None:
     assert request.model_extra == {"my_field": [1]}
 
 
+@pytest.mark.parametrize("prompt", ["hi", [1, 2]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt: Any) -> None:
+    assert parse_completion(encoded(TEXT, {"prompt": [prompt]})).prompt == prompt
+
+
 def test_both_names_of_the_token_limit() -> None:
     assert parse_chat(encoded(CHAT, {"max_tokens": 3})).max_new_tokens == 3
     assert parse_chat(encoded(CHAT, {"max_tokens": 3, "max_completion_tokens": 4})).max_new_tokens == 4
@@ -61,8 +66,8 @@ def test_message_parts_are_joined_and_only_an_assistant_may_be_silent() -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a"]}, "prompt"),
-        ({"prompt": [[1]]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"),
         ({"prompt": [1 << 40]}, "prompt"),

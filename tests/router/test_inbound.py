@@ -105,8 +105,13 @@ def test_a_body_that_is_no_object_is_refused(body: bytes, word: str) -> None:
         (COMPLETIONS, {"n": "1"}, "n"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
-        (COMPLETIONS, {"prompt": ["a"]}, "prompt"),
-        (COMPLETIONS, {"prompt": [[1]]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"]}, None),
+        (COMPLETIONS, {"prompt": [[1]]}, None),
+        (COMPLETIONS, {"prompt": ["a"], "n": 2}, "n"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+        (GENERATE, {"text": ["a"]}, None),
+        (GENERATE, {"text": None, "input_ids": [[1, 2]]}, None),
         (COMPLETIONS, {"prompt": [1]}, None),
         (CHAT, {"n": 3}, "n"),
         (RESPONSES, {"n": 3}, None),
@@ -125,6 +130,14 @@ def test_a_body_that_is_no_object_is_refused(body: bytes, word: str) -> None:
 def test_one_sequence_is_told_from_several(path: str, fields: dict[str, Any], field: str | None) -> None:
     read = inbound(path, **fields)
     assert (read.several, read.is_one_sequence) == (field, field is None)
+
+
+def test_a_list_of_one_prompt_has_that_prompts_size() -> None:
+    """And its answer may have the shape that belongs to a list."""
+    assert inbound(COMPLETIONS, prompt=[[1, 2, 3]]).prompt_tokens() == inbound(COMPLETIONS, prompt=[1, 2, 3]).prompt_tokens()
+    assert inbound(COMPLETIONS, prompt=[[1, 2, 3]]).needs() == inbound(COMPLETIONS, prompt=[1, 2, 3]).needs()
+    assert [inbound(GENERATE, text=text).may_get_array for text in ("a", ["a"], ["a", "b"])] == [False, True, True]
+    assert inbound(GENERATE, text=None, input_ids=[[1]]).may_get_array
 
 
 @pytest.mark.parametrize(
@@ -153,7 +166,7 @@ def test_the_bound_of_the_answer_is_a_count_or_not_there(path: str, fields: Any,
 def test_needs_are_exact_for_token_ids_only() -> None:
     assert inbound(COMPLETIONS, prompt=[1] * 50, max_tokens=7).needs() == (Need(50, 7), Need(50, 7))
     assert inbound(COMPLETIONS, prompt="a" * 400).needs() == (Need(1, 1), Need(100, 1))
-    assert inbound(COMPLETIONS, prompt=[[1] * 50], max_tokens=7).needs() == (Need(1, 7), Need(50, 7))
+    assert inbound(COMPLETIONS, prompt=[[1] * 25] * 2, max_tokens=7).needs() == (Need(1, 7), Need(50, 7))
     assert inbound(COMPLETIONS, prompt=[1] * 50, n=2).needs() == (Need(1, 1), Need(50, 1))
     assert inbound(COMPLETIONS, prompt=[1] * 50, truncate_prompt_tokens=9).needs() == (Need(1, 1), Need(50, 1))
 

@@ -114,7 +114,7 @@ def _size_of_lists(raw: bytes, rest: bytes, field: str) -> PromptSize:
         raise _no_prompt(field)
     if b"[]" in raw.translate(None, _SPACES):
         raise _empty(field)
-    return PromptSize(raw.count(b",") + 1, prompts=prompts)
+    return PromptSize(raw.count(b",") + 1, is_exact=prompts == 1, prompts=prompts)
 
 
 def _count_strings(raw: bytes) -> tuple[int, bool]:

@@ -1,14 +1,12 @@
 """Stock vLLM with a connector that pulls, such as NixlConnector: P first, and D gets the parameters of P's answer.
 
-Decides what P must have said. D takes incomplete parameters without a word and computes the prompt again
-(nixl/pull_scheduler.py: "will not utilize KVTransfer"), so they are refused here. Otherwise they are opaque. P holds
-its blocks under a lease until a D has read them, or has begun and ended the request; therefore D is always reached
-(``forgo_leg``), and a D that failed leaves the prefill to the next one.
+Decides whether P handed anything over. What its parameters must have differs between connectors and between versions
+of one (``remote_request_id`` came late), and the router uses none of it: they are opaque, and go to D as they are. P
+holds its blocks under a lease until a D has read them, or has begun and ended the request; therefore D is always
+reached (``forgo_leg``), and a D that failed leaves the prefill to the next one.
 """
 
 from __future__ import annotations
-
-import re
 
 from kvxfer.openai import scanner
 from kvxfer.openai.scanner import Kind, Scan
@@ -31,12 +29,8 @@ ASKS_TO_KEEP = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-NAMES = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-"""NixlConnector loads nothing unless all of them are there (``update_state_after_alloc``)."""
-BLOCKS = "remote_block_ids"
 _ANSWER = scanner.Fields([PARAM])
-_PARAMS = scanner.Fields(["do_remote_prefill", BLOCKS, *NAMES])
-_NUMBER = re.compile(rb"[0-9]")
+_PARAMS = scanner.Fields(["do_remote_prefill"])
 
 
 class VllmDialect(DialectBase):
@@ -82,16 +76,8 @@ class VllmDialect(DialectBase):
 
 
 def _check(params: Scan) -> None:
-    """Raises HandoverError unless D would load something."""
+    """Raises HandoverError where P says by itself that there is nothing to load."""
     if not len(params):
         raise HandoverError(f"the prefill worker's {PARAM} are empty")
     if params.kind("do_remote_prefill") not in (None, Kind.TRUE):
         raise HandoverError(f"the prefill worker's {PARAM} do not ask for a remote prefill")
-    if all(params.kind(name) is None for name in (BLOCKS, *NAMES)):
-        return  # another connector's words
-    for name in NAMES:
-        if params.kind(name) in (None, Kind.NULL):
-            raise HandoverError(f"the prefill worker's {PARAM} have no {name}")
-    blocks = scanner.raw(params, BLOCKS)
-    if blocks is None or _NUMBER.search(blocks) is None:
-        raise HandoverError(f"the prefill worker's {PARAM} name no blocks")

@@ -36,10 +36,18 @@ def test_several_answers_are_not_split(name: str, field: str) -> None:
     assert refused(name, GENERATE, sampling_params={"n": 2}) == "sampling_params.n"
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], ["a"], [[1, 2], [3]]])
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]])
 def test_a_list_of_prompts_is_split_by_sglang_only(prompt: Any) -> None:
     for name in SPLITTING:
         assert refused(name, COMPLETIONS, prompt=prompt) == (None if name == "sglang" else "prompt")
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_a_list_of_one_prompt_is_split_as_that_prompt(name: str) -> None:
+    for prompt in (["a"], [[1, 2]]):
+        assert refused(name, COMPLETIONS, prompt=prompt) is None
+    assert refused(name, GENERATE, text=["a"]) is None
+    assert refused(name, GENERATE, text=None, input_ids=[[1, 2]]) is None
 
 
 @pytest.mark.parametrize(
