@@ -52,9 +52,24 @@ class HttpUrl:
         address = address_of(host)
         if address is None and (":" in host or not is_name(host)):
             raise InvalidArgumentError(f"{name} must have an IP address or a host name, not {host!r:.200}")
-        if address is not None and (address.is_unspecified or address.is_multicast):
-            raise InvalidArgumentError(f"{name} must have an address that can be dialled, not {host}")
+        kind = "" if address is None else no_engine_at(address)
+        if kind and kind != LINK_LOCAL:
+            raise InvalidArgumentError(f"{name} must have an address that an engine can have, not {host}: it is {kind}")
         return cls(scheme, str(address or host), port)
+
+    @property
+    def origin(self) -> str:
+        """The one way to write it."""
+        return f"{self.scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def check_routed(self, name: str) -> None:
+        """Raise InvalidArgumentError where ``host`` is a link-local address, which stands for another machine on each
+        link. What a name stands for is judged when it is dialled."""
+        address = address_of(self.host)
+        if address is not None and no_engine_at(address):
+            raise InvalidArgumentError(
+                f"{name} must have an address that is the same on every link, not {self.host}: it is {LINK_LOCAL}"
+            )
 
 
 def without_user(text: str) -> str:
@@ -69,6 +84,39 @@ def address_of(host: str) -> Address | None:
     except ValueError:
         return None
     return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
+
+
+LINK_LOCAL = "link-local"
+_LIMITED_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_METADATA = frozenset(map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200")))
+"""Where clouds tell a machine its own credentials; of the large ones, those that are not link-local too."""
+
+
+def no_engine_at(address: Address) -> str:
+    """What kind of address it is, where an engine cannot have it or should not; empty for all others. An IPv4 address
+    within an IPv6 one (mapped, compatible, 6to4, NAT64) is judged as itself."""
+    inner = _within(address)
+    if inner is not None:
+        return no_engine_at(inner)
+    if address in _METADATA:
+        return "a cloud's metadata service"
+    if address.is_unspecified or address in _THIS_NETWORK:
+        return "unspecified"
+    if address.is_multicast:
+        return "multicast"
+    if address == _LIMITED_BROADCAST:
+        return "broadcast"
+    return LINK_LOCAL if address.is_link_local else ""
+
+
+def _within(address: Address) -> Address | None:
+    if not isinstance(address, ipaddress.IPv6Address):
+        return None
+    if address in _NAT64 or (int(address) >> 32 == 0 and int(address) > 1):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
 
 
 def is_name(host: str) -> bool:

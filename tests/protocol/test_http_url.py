@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError, InvalidArgumentError, RefusedError
-from kvxfer.protocol.http_url import URL_CHARS_MAX, HostList, HttpUrl, check_registered_host
+from kvxfer.protocol.http_url import URL_CHARS_MAX, HostList, HttpUrl, check_registered_host, no_engine_at
 
 NOTHING = HostList("allow_http_host", ())
 
@@ -53,6 +55,29 @@ def test_http_url_origin_is_read(text: str, host: str, port: int) -> None:
         "http://0.0.0.0:8000",
         "http://[::]:8000",
         "http://224.0.0.1:8000",
+        "http://239.255.255.255:8000",
+        "http://255.255.255.255:8000",
+        "http://0.1.2.3:8000",
+        "http://[ff02::1]:8000",
+        "http://[::ffff:0.0.0.0]:8000",
+        "http://[::ffff:255.255.255.255]:8000",
+        "http://[64:ff9b::224.0.0.1]:8000",
+        "http://169.254.169.254",
+        "http://[::ffff:169.254.169.254]",
+        "http://[::ffff:a9fe:a9fe]",
+        "http://[::169.254.169.254]",
+        "http://[64:ff9b::a9fe:a9fe]",
+        "http://[2002:a9fe:a9fe::1]",
+        "http://[fd00:ec2::254]",
+        "http://100.100.100.200",
+        "http://2852039166",
+        "http://0xa9fea9fe",
+        "http://0xA9.0xFE.0xA9.0xFE",
+        "http://0251.0376.0251.0376",
+        "http://0251.254.169.254",
+        "http://169.254.43518",
+        "http://169.254.169.254.",
+        "http://169.254.0xa9fe",
         "http://127.1:8000",
         "http://2130706433:8000",
         "http://0x7f000001:8000",
@@ -70,6 +95,30 @@ def test_http_url_origin_is_read(text: str, host: str, port: int) -> None:
 def test_http_url_that_is_no_origin_is_refused_by_the_fields_name(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^info\.http_url must"):
         HttpUrl.parse("info.http_url", text)
+
+
+LINK_LOCAL = ["169.254.0.1", "169.254.255.255", "fe80::1", "febf::1", "::ffff:169.254.1.1", "64:ff9b::a9fe:101"]
+
+
+@pytest.mark.parametrize("host", LINK_LOCAL)
+def test_http_url_that_is_link_local_is_no_address_for_all(host: str) -> None:
+    url = HttpUrl.parse("url", f"http://[{host}]:1" if ":" in host else f"http://{host}:1")
+    with pytest.raises(InvalidArgumentError, match=r"^url must .* link-local"):
+        url.check_routed("url")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "127.0.0.1", "[::1]", "[fd00::1]", "[2001:db8::1]", "169.example", "w"])
+def test_http_url_that_is_not_link_local_is_one(host: str) -> None:
+    """A name is judged by what it stands for when it is dialled."""
+    HttpUrl.parse("url", f"http://{host}:1").check_routed("url")
+
+
+@given(st.ip_addresses(v=4))
+def test_ipv4_address_within_an_ipv6_one_is_judged_as_itself(address: ipaddress.IPv4Address) -> None:
+    number = int(address)
+    nat64, sixtofour = (0x64FF9B << 96) | number, (0x2002 << 112) | (number << 80)
+    for within in (0xFFFF00000000 | number, nat64, sixtofour):
+        assert no_engine_at(ipaddress.IPv6Address(within)) == no_engine_at(address)
 
 
 @given(st.text())

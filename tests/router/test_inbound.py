@@ -134,8 +134,8 @@ def test_one_sequence_is_told_from_several(path: str, fields: dict[str, Any], fi
 
 def test_a_list_of_one_prompt_has_that_prompts_size() -> None:
     """And its answer may have the shape that belongs to a list."""
-    assert inbound(COMPLETIONS, prompt=[[1, 2, 3]]).prompt_tokens() == inbound(COMPLETIONS, prompt=[1, 2, 3]).prompt_tokens()
-    assert inbound(COMPLETIONS, prompt=[[1, 2, 3]]).needs() == inbound(COMPLETIONS, prompt=[1, 2, 3]).needs()
+    listed, alone = inbound(COMPLETIONS, prompt=[[1, 2, 3]]), inbound(COMPLETIONS, prompt=[1, 2, 3])
+    assert (listed.prompt_tokens(), listed.needs()) == (alone.prompt_tokens(), alone.needs())
     assert [inbound(GENERATE, text=text).may_get_array for text in ("a", ["a"], ["a", "b"])] == [False, True, True]
     assert inbound(GENERATE, text=None, input_ids=[[1]]).may_get_array
 

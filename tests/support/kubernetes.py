@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 PATH = "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
 
 
-def endpoint(address: str, pod: str | None = "pod", **more: Any) -> dict[str, Any]:
+def endpoint(address: str, pod: str | None = "pod", *, uid: str = "", **more: Any) -> dict[str, Any]:
     """A ready endpoint."""
-    target = {} if pod is None else {"targetRef": {"kind": "Pod", "name": pod}}
+    target = {} if pod is None else {"targetRef": {"kind": "Pod", "name": pod, **({"uid": uid} if uid else {})}}
     return {"addresses": [address], "conditions": {"ready": True}, **target, **more}
 
 

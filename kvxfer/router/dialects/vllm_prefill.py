@@ -18,9 +18,9 @@ prompt (renderers), and a P with another prompt would hand over the KV of other 
 
 What is not split:
 
-- ``n``, ``best_of``, beams and lists of several prompts. vLLM makes a request of each sequence (v1/engine/parallel_sampling.py,
-  completion/serving.py) and gives all of them the same transfer parameters; P frees its blocks after the first reader
-  (nixl/pull_worker.py, ``_get_new_notifs``), while the others read.
+- ``n``, ``best_of``, beams and lists of several prompts. vLLM makes a request of each sequence
+  (v1/engine/parallel_sampling.py, completion/serving.py) and gives all of them the same transfer parameters; P frees
+  its blocks after the first reader (nixl/pull_worker.py, ``_get_new_notifs``), while the others read.
 - ``prompt_logprobs``, and ``echo`` where it asks for them: always in chat, with ``logprobs`` in completions
   (``to_sampling_params``). D computes the whole prompt then and loads nothing (v1/core/sched/scheduler.py,
   ``skip_reading_prefix_cache``): P would have worked for nothing.

@@ -180,9 +180,10 @@ class Prober:
     async def _probe(self, entry: WorkerEntry, plan: _Plan) -> None:
         was_due = entry.health.probe_due_s is not None
         try:
-            event = await self._health(entry)
-            if event is HealthEvent.PROBE_PASSED and not entry.given.has_lease:
-                await self._learn(entry, plan)
+            event = await self._ask(entry, plan)
+            is_away = event in (HealthEvent.PROBE_REFUSED, HealthEvent.PROBE_FAILED)
+            if (is_away or not entry.has_model) and await self._move(entry):
+                event = await self._ask(entry, plan)
             is_news = not was_due and entry.health.probe_due_s is not None
             if event is HealthEvent.PROBE_PASSED and is_news:
                 return  # it may have answered before what requests met meanwhile, so that it is asked again
@@ -195,6 +196,27 @@ class Prober:
             plan.ended_s = self._now()
             if entry.health.probe_due_s is not None:
                 self._is_due.set()
+
+    async def _ask(self, entry: WorkerEntry, plan: _Plan) -> HealthEvent | None:
+        event = await self._health(entry)
+        if event is HealthEvent.PROBE_PASSED and not entry.given.has_lease:
+            await self._learn(entry, plan)
+        return event
+
+    async def _move(self, entry: WorkerEntry) -> bool:
+        """Find an engine at another of a worker's addresses, where it is not at this one. Returns whether there is."""
+        before = entry.worker.url
+        others = [url for url in entry.given.addresses if url != before]
+        try:
+            for url in others:
+                with contextlib.suppress(UpstreamError):
+                    status, page = await self._get(entry, MODELS, PAGE_BYTES_MAX, url)
+                    if status == 200 and read_models(page) is not None:
+                        self._workers.move(entry, url)
+                        return True
+            return False
+        finally:
+            self._pools.retire({before, *others} - {one.worker.url for one in self._workers.entries()})
 
     async def _health(self, entry: WorkerEntry) -> HealthEvent | None:
         """None where the probe says nothing of the worker. An engine that has no such page, or asks for a key, has
@@ -257,7 +279,7 @@ class Prober:
         if said is not None:
             self._workers.learn(entry, said=said)
 
-    async def _get(self, entry: WorkerEntry, target: str, bytes_max: int) -> tuple[int, bytes]:
-        pool = self._pools.get(entry.worker.url)
+    async def _get(self, entry: WorkerEntry, target: str, bytes_max: int, url: str = "") -> tuple[int, bytes]:
+        pool = self._pools.get(url or entry.worker.url)
         async with await pool.request("GET", target, self._headers(entry.worker), (), self._deadlines) as response:
             return response.status, await response.read(bytes_max)

@@ -28,13 +28,14 @@ class Roster:
         self.shadowed: frozenset[AgentRef] = frozenset()
 
     def replace(self, source: str, workers: Sequence[Worker]) -> None:
-        """The whole new list of a source. A worker of which it says nothing new keeps its incarnation."""
+        """The whole new list of a source, in which a name stands once unless it is the coordinator's. A worker of which
+        it says nothing new keeps its incarnation (``Worker.succeeds``)."""
         known = self._given.get(source, {})
         by_name = {} if source == WorkerSource.COORDINATOR else {one.agent_id: one for one in known.values()}
         given: dict[AgentRef, Worker] = {}
         for worker in workers:
             old = by_name.get(worker.agent_id)
-            kept = old if old is not None and worker.is_same(old) else worker
+            kept = worker.as_of(old) if old is not None and worker.succeeds(old) else worker
             given[kept.ref] = kept
         self._given[source] = given
         self._join()
@@ -45,6 +46,13 @@ class Roster:
             if known.agent_id == worker.agent_id or place_of(known) == place_of(worker):
                 raise InvalidArgumentError(f"{known.agent_id} at {known.url} is known already, from {known.source}")
         self.replace(WorkerSource.ADMIN, (*self._given[WorkerSource.ADMIN].values(), worker))
+
+    def move(self, ref: AgentRef, url: str) -> None:
+        """A worker is reached at another of its addresses from now on."""
+        for given in self._given.values():
+            if ref in given:
+                given[ref] = given[ref].at(url)
+        self._join()
 
     def remove(self, agent_id: str) -> bool:
         """Take a worker off the list until its source says something new of it. Returns whether it was there."""

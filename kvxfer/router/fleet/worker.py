@@ -73,6 +73,10 @@ class Worker:
     """Names of models that it serves beside its member's."""
     leg_key: str = dataclasses.field(default="", repr=False)
     """What a router shows to it, where the coordinator says so."""
+    addresses: tuple[str, ...] = ()
+    """All addresses that its source gives for it; ``url`` is one of them. Empty where there is never more than one."""
+    uid: str = ""
+    """By which its source tells it from one that had its name before; empty where it does not."""
 
     @property
     def ref(self) -> AgentRef:
@@ -104,6 +108,28 @@ class Worker:
         """Whether both say the same of the same engine, whatever incarnation was made up for it."""
         return dataclasses.replace(other, member=dataclasses.replace(other.member, ref=self.ref)) == self
 
+    def succeeds(self, other: Worker) -> bool:
+        """Whether it is the engine that ``other`` of the same name was, so that it keeps the incarnation: of a source
+        that gives several addresses the one with the same uid, or where a uid is missing the one with an address in
+        common; of the others only one of which nothing new is said."""
+        if not self.addresses:
+            return self.is_same(other)
+        if self.uid and other.uid:
+            return self.uid == other.uid
+        return not set(self.addresses).isdisjoint(other.addresses)
+
+    def at(self, url: str) -> Worker:
+        """The same worker at another of its addresses."""
+        if url == self.url:
+            return self
+        info = dataclasses.replace(self.member.info, http_url=url)
+        return dataclasses.replace(self, member=dataclasses.replace(self.member, info=info))
+
+    def as_of(self, other: Worker) -> Worker:
+        """The same worker with the incarnation of ``other``, and at its address where it still has that one."""
+        moved = self.at(other.url) if other.url in self.addresses else self
+        return dataclasses.replace(moved, member=dataclasses.replace(moved.member, ref=other.ref))
+
 
 def stock_worker(
     url: str,
@@ -123,7 +149,7 @@ def stock_worker(
     if dialect not in ENGINE_DIALECTS:
         raise ConfigError(f"dialect must be one of {', '.join(EngineDialect)}, not {dialect!r:.100}")
     try:
-        origin = HttpUrl.parse("url", url)
+        origin = _origin(url, source)
         agent_id = check_agent_id(name) if name else agent_id_of(origin, dp_rank)
     except InvalidArgumentError as error:
         raise ConfigError(str(error)) from None
@@ -141,14 +167,31 @@ def stock_worker(
         bootstrap_port = BOOTSTRAP_PORT
     if dialect == EngineDialect.PLAIN:
         role = Role.BOTH
-    host = f"[{origin.host}]" if ":" in origin.host else origin.host
-    info = WorkerInfo(agent_id, role, model, f"{origin.scheme}://{host}:{origin.port}", dialect=dialect)
+    info = WorkerInfo(agent_id, role, model, origin.origin, dialect=dialect)
     member = Member(
         AgentRef(agent_id, Incarnation(0, secrets.token_bytes(16))),
         info,
         DataAddress("", 0, "", f"host of {origin.host}"),
     )
     return Worker(member, dialect, source, bootstrap_port, dp_rank)
+
+
+def origin_at(url: str, source: str) -> str:
+    """``url`` as a worker of that source is reached. Raises ConfigError where none may be there."""
+    try:
+        return _origin(url, source).origin
+    except InvalidArgumentError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _origin(url: str, source: str) -> HttpUrl:
+    """A link-local address is for the command line alone, which the operator of this machine writes: two machines may
+    be joined by one wire. A file, a cluster and a client of the admin routes may not name what this machine alone
+    sees."""
+    origin = HttpUrl.parse("url", url)
+    if source != WorkerSource.FLAGS:
+        origin.check_routed("url")
+    return origin
 
 
 def agent_id_of(origin: HttpUrl, dp_rank: int | None = None) -> str:

@@ -114,6 +114,13 @@ class Workers:
         self._roster.add(worker)
         self._join()
 
+    def move(self, entry: WorkerEntry, url: str) -> None:
+        """A worker answers at another of the addresses that its source gives for it, and not where it was."""
+        what = {"agent_id": entry.worker.agent_id, "from": entry.worker.url, "http_url": url}
+        log.info("a worker is asked at another of its addresses", extra=what)
+        self._roster.move(entry.worker.ref, url)
+        self._join()
+
     def remove(self, agent_id: str) -> bool:
         """Forget a worker, and that it was drained: it gets no new work, and what runs there goes on. Returns whether
         it was known.

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.router.upstream.connection import Part, UpstreamConnection
+from kvxfer.router.upstream.dial import dial
 from kvxfer.router.upstream.errors import (
     UpstreamBusyError,
     UpstreamClosedError,
@@ -230,7 +231,7 @@ class UpstreamPool:
                 self.address, self._limits, self.counters, on_free=self._on_free, on_lost=self._on_lost, tls=tls
             )
 
-        transport, connection = await self._loop.create_connection(make, self._host, self._port, ssl=tls)
+        transport, connection = await dial(make, self._host, self._port, tls)
         if self._check_peer is not None:
             try:
                 self._check_peer(transport.get_extra_info("ssl_object"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.router.fleet.sources.endpoint_slices import workers_of_slices
+from kvxfer.router.fleet.worker import WorkerSource
+from tests.support.fleet import fleet
 from tests.support.kubernetes import endpoint, endpoint_slice
 
 
@@ -96,6 +100,118 @@ def test_slice_that_makes_no_worker_says_why_and_harms_no_other() -> None:
 def test_slice_endpoints_that_several_slices_list_count_once() -> None:
     slices = [endpoint_slice(name, "decode", endpoint("10.0.0.1", "w")) for name in ("a", "b")]
     assert len(seen(*slices)) == 1
+
+
+def test_pod_of_several_slices_is_one_worker_at_all_their_addresses() -> None:
+    metrics = [{"name": "http", "port": 9}]
+    slices = [
+        endpoint_slice("a-v6", "decode", endpoint("fd00::1", "w")),
+        endpoint_slice("a-v4", "decode", endpoint("10.0.0.1", "w")),
+        endpoint_slice("b", "decode", endpoint("10.0.0.1", "w"), ports=metrics),
+        endpoint_slice("c", "decode", endpoint("10.0.0.1", None)),
+    ]
+    for order in itertools.permutations(slices):
+        [worker], reasons = workers_of_slices(order, dialect="vllm")
+        assert worker.addresses == ("http://10.0.0.1:8000", "http://10.0.0.1:9", "http://[fd00::1]:8000")
+        assert (worker.agent_id, worker.url, reasons) == ("w", worker.addresses[0], [])
+
+
+def test_pod_takes_every_role_that_a_slice_gives_it() -> None:
+    slices = [endpoint_slice(role, role, endpoint("10.0.0.1", "w")) for role in ("prefill", "decode")]
+    assert seen(*slices) == seen(*reversed(slices)) == [("w", "http://10.0.0.1:8000", "both", "vllm", None)]
+
+
+@pytest.mark.parametrize(("label", "values"), [("dialect", ("vllm", "sglang")), ("bootstrap-port", ("8998", "9000"))])
+def test_pod_of_which_slices_say_different_things_is_left_out_by_name(label: str, values: tuple[str, str]) -> None:
+    common = {} if label == "dialect" else {"kvxfer.io/dialect": "sglang"}
+    slices = [
+        endpoint_slice(value, "decode", endpoint("10.0.0.1", "w"), labels={**common, f"kvxfer.io/{label}": value})
+        for value in values
+    ]
+    assert seen(*slices) == []
+    said = " and ".join(sorted(values))
+    assert why(*slices) == why(*reversed(slices)) == [f"w: its slices say kvxfer.io/{label} {said}: it can be one only"]
+
+
+def test_pod_is_of_the_dialect_that_one_slice_names() -> None:
+    named = endpoint_slice("a", "decode", endpoint("10.0.0.1", "w"), labels={"kvxfer.io/dialect": "sglang"})
+    assert seen(named, endpoint_slice("b", "decode", endpoint("10.0.0.1", "w")))[0][3] == "sglang"
+
+
+def test_pod_with_a_long_name_is_one_worker_too() -> None:
+    pods = ["p" * 100 + end for end in "ab"]
+    slices = [endpoint_slice(f"{at}", "decode", endpoint(f"10.0.0.{at}", pods[at % 2])) for at in range(1, 5)]
+    workers, _ = workers_of_slices(slices, dialect="vllm")
+    assert [len(worker.addresses) for worker in workers] == [2, 2]
+    assert len({worker.agent_id for worker in workers}) == 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("169.254.169.254", "169.254.1.1", "fe80::1", "::ffff:169.254.169.254"),
+        *("0.0.0.0", "::", "224.0.0.1", "255.255.255.255"),
+    ],
+)
+def test_slice_that_names_an_address_of_no_pod_is_refused_by_name(address: str) -> None:
+    """Who may write EndpointSlices must not have the router ask the host's own services for what it posts."""
+    slices = [endpoint_slice("bad", "decode", endpoint(address, "w"), endpoint("10.0.0.1", "v"))]
+    assert [name for name, *_ in seen(*slices)] == ["v"]
+    [reason] = why(*slices)
+    assert reason.startswith("bad: url must have an address")
+    slices.append(endpoint_slice("good", "decode", endpoint("10.0.0.2", "w")))
+    assert [row[:2] for row in seen(*slices)] == [("v", "http://10.0.0.1:8000"), ("w", "http://10.0.0.2:8000")]
+
+
+LISTED = st.tuples(
+    st.sampled_from(["s0", "s1", "s2", "s3", "s4"]),
+    st.sampled_from(["prefill", "decode"]),
+    st.sampled_from([8000, 9]),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["10.0.0.", "fd00::"]), st.booleans()), max_size=3),
+)
+
+
+def put(listed: Any) -> dict[str, Any]:
+    name, role, port, endpoints = listed
+    made = [
+        endpoint(f"{net}{pod + 1}", f"pod-{pod}", uid=f"uid-{pod}", conditions={"ready": is_ready})
+        for pod, net, is_ready in endpoints
+    ]
+    return endpoint_slice(name, role, *made, ports=[{"name": "http", "port": port}])
+
+
+@given(st.lists(LISTED, min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_slice_events_in_any_order_give_the_same_workers_and_no_new_incarnations(
+    events: list[Any], random: Random
+) -> None:
+    workers, _ = fleet()
+    slices: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for event in events:
+        slices[event[0]] = put(event)
+        given = list(slices.values())
+        random.shuffle(given)
+        workers.replace(WorkerSource.KUBERNETES, workers_of_slices(given, dialect="vllm")[0])
+        now = {one.ref.agent_id: one.ref for one in workers.members()}
+        assert {pod: now[pod] for pod in before if pod in now} == {pod: before[pod] for pod in before if pod in now}
+        before = now
+    final = list(slices.values())
+    random.shuffle(final)
+    told = {(one.agent_id, one.addresses, one.member.info.role) for one in workers_of_slices(final, dialect="vllm")[0]}
+    whole = {(one.worker.agent_id, one.given.addresses, one.given.member.info.role) for one in workers.entries()}
+    assert told == whole
+
+
+def test_pod_that_is_replaced_under_its_name_is_a_new_incarnation() -> None:
+    workers, _ = fleet()
+    refs = []
+    for address, uid in (("10.0.0.1", "a"), ("10.0.0.1", "a"), ("10.0.0.2", "a"), ("10.0.0.2", "b"), ("10.0.0.3", "c")):
+        slices = [endpoint_slice("s", "decode", endpoint(address, "w", uid=uid))]
+        workers.replace(WorkerSource.KUBERNETES, workers_of_slices(slices, dialect="vllm")[0])
+        refs.append(workers.members()[0].ref)
+    assert refs[0] == refs[1] == refs[2]
+    assert len(set(refs)) == 3
+    assert workers.entries()[0].worker.url == "http://10.0.0.3:8000"
 
 
 JSON = st.recursive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import json
 import time
@@ -248,3 +249,48 @@ def test_probe_options_are_checked() -> None:
     for wrong in ({"probe_interval_s": 0.0}, {"probe_timeout_s": -1.0}, {"probes_max": 0}):
         with pytest.raises(ConfigError):
             ProbeOptions(**wrong)  # type: ignore[arg-type]
+
+
+def listed(*engines: TinyEngine, model: str = "") -> Worker:
+    """A pod at the addresses of all of them, in that order."""
+    first = stock_worker(engines[0].url, Role.DECODE, "vllm", WorkerSource.KUBERNETES, name="d0", model=model)
+    return dataclasses.replace(first, addresses=tuple(engine.url for engine in engines))
+
+
+@pytest.mark.parametrize("first", ["refuses", "hangs", "is another server", "fails"])
+async def test_probe_finds_the_address_of_a_pod_that_answers(first: str) -> None:
+    async with tiny_engines(2) as [wrong, engine]:
+        if first == "refuses":
+            await wrong.down()
+        elif first == "hangs":
+            wrong.mode = "hang"
+        elif first == "fails":
+            wrong.statuses = dict.fromkeys(wrong.pages, 500)
+        else:
+            del wrong.pages["/v1/models"]
+        async with probed(listed(wrong, engine)) as workers:
+            known = ref(workers)
+            await until(lambda: workers.candidates())
+            assert workers.worker(known).url == engine.url
+            assert state(workers) == "in"
+            assert workers.pool(known).address == engine.url.removeprefix("http://")
+            # Its source lists it again, in another order: it stays where it answers.
+            for again in (listed(wrong, engine), listed(engine, wrong)):
+                workers.replace(WorkerSource.FLAGS, [again])
+                assert (ref(workers), workers.worker(known).url, len(workers.candidates())) == (known, engine.url, 1)
+
+
+async def test_probe_moves_a_pod_whose_address_went_away_and_moves_it_no_further() -> None:
+    async with tiny_engines(2) as [first, second], probed(listed(first, second)) as workers:
+        await until(lambda: workers.candidates())
+        known = ref(workers)
+        assert workers.worker(known).url == first.url
+        asked = len(second.asked)
+        await first.down()
+        await until(lambda: workers.worker(known).url == second.url)
+        assert asked == 0
+        assert ref(workers) == known
+        await until(lambda: workers.candidates()[0].member.load.total_blocks)
+        asked = len(second.asked)
+        await until(lambda: len(second.asked) > asked + 3)
+        assert workers.worker(known).url == second.url

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import HttpUrl
 from kvxfer.router.fleet.sources.flags import workers_from_flags
-from kvxfer.router.fleet.worker import agent_id_of, read_worker, stock_worker
+from kvxfer.router.fleet.worker import WorkerSource, agent_id_of, read_worker, stock_worker
 from kvxfer.types import AGENT_ID_PATTERN, Role
 
 
@@ -97,6 +97,18 @@ def test_flags_name_roles_and_dialects() -> None:
         ("h-4", "both", "plain", None),
     ]
     assert workers_from_flags() == ()
+
+
+def test_link_local_address_is_for_the_command_line_alone() -> None:
+    """Two machines may be joined by nothing but one wire."""
+    for url in ("http://169.254.7.7:8000", "http://[fe80::7]:8000"):
+        assert workers_from_flags(decode=[url])[0].url == url
+        for source in sorted(set(WorkerSource) - {WorkerSource.FLAGS, WorkerSource.COORDINATOR}):
+            with pytest.raises(ConfigError, match="it is link-local"):
+                stock_worker(url, Role.DECODE, "vllm", source)
+    for url in ("http://169.254.169.254", "http://[::ffff:169.254.169.254]", "http://0.0.0.0:1", "http://[ff02::1]:1"):
+        with pytest.raises(ConfigError, match=r"^--decode .* an address that an engine can have"):
+            workers_from_flags(decode=[url])
 
 
 def test_flags_that_cannot_be_are_refused_by_their_name() -> None:

@@ -74,6 +74,21 @@ def test_file_names_workers_and_defaults() -> None:
         ("workers:\n  - url: http://h:1\n    role: decode\n    name: 7", "w.yaml:4: name must be text"),
         ("workers:\n  - url: http://h:1\n    role: decode\n    name: [a]", "w.yaml:4: name must be text"),
         ("workers:\n  - url: h\n    role: decode", "w.yaml:2: url must be http:// or https://"),
+        *(
+            (f"workers:\n- url: http://w:1\n  role: both\n- url: http://{host}\n  role: both", f"w.yaml:4: {says}")
+            for host, says in (
+                ("169.254.169.254", "url must have an address that an engine can have"),
+                ("[::ffff:a9fe:a9fe]", "url must have an address that an engine can have"),
+                ("169.254.1.1", "url must have an address that is the same on every link, not 169.254.1.1"),
+                ("[fe80::1]", "url must have an address that is the same on every link, not fe80::1"),
+                ("0.0.0.0", "url must have an address that an engine can have, not 0.0.0.0: it is unspecified"),
+                ("[ff02::1]", "url must have an address that an engine can have, not ff02::1: it is multicast"),
+                ("255.255.255.255", "url must have an address that an engine can have, not 255.255.255.255"),
+                ("2852039166", "url must have an IP address or a host name"),
+                ("0xa9.254.169.254", "url must have an IP address or a host name"),
+                ("0251.0376.0251.0376", "url must have an IP address or a host name"),
+            )
+        ),
         ("defaults: {role: decode}\nworkers: []", "w.yaml:1: defaults has the unknown key 'role'"),
         (
             "workers:\n  - url: http://h:1\n    role: decode\n  - url: http://h:1\n    name: x\n    role: prefill",
