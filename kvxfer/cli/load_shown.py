@@ -24,6 +24,7 @@ TIMES = (
     ("since sent", "ttft_since_sent"),
     ("TPOT", "tpot"),
     ("E2E", "e2e"),
+    ("E2E/token", "normalized_e2e"),
     ("longest gap", "gap"),
     ("lateness", "lateness"),
 )

@@ -267,8 +267,11 @@ def _read_records(file: pathlib.Path, notes: list[str]) -> Iterator[MeasuredRequ
 SECONDS_MAX = 1e12
 """What is longer is no time."""
 _TIMES = ("due_s", "begun_s", "sent_s", "first_s", "last_s", "end_s", "longest_gap_s")
-_COUNTS = ("number", "prompt_tokens", "output_tokens_asked", "output_tokens", "first_chunk_tokens", "chunks", "turn")
-_TEXTS = ("run", "request_id", "error", "message", "tokens_from")
+_COUNTS = (
+    *("number", "prompt_tokens", "output_tokens_asked", "output_tokens", "first_chunk_tokens", "hidden_tokens"),
+    *("chunks", "arrivals", "turn"),
+)
+_TEXTS = ("run", "request_id", "error", "message", "tokens_from", "finish_reason")
 _NEEDED = ("due_s", *_COUNTS[:3], *_COUNTS[4:])
 
 

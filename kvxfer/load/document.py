@@ -36,11 +36,15 @@ DEFINITIONS = {
     "ttft": "first - due: the wait of a client that sends on time; infinite where none came",
     "ttft_since_sent": "first - sent: without the lateness of the generator, and what it took to hand the body over",
     "e2e": "last - due; infinite where the request failed",
-    "tpot": "(last - first) / (tokens - tokens of the first chunk); without any it is undefined, and within any limit",
+    "tpot": "(last - first) / (shown tokens - those of the first arrival); none of one token; not measured, and "
+    "within no limit, where all came at once",
+    "normalized_e2e": "e2e / tokens, the hidden ones among them: over the whole answer",
+    "short": "whole answers with fewer tokens than asked for: not good",
     "gap": "the longest time between two chunks with content",
     "lateness": "begun - due (sent - due, where begun is not told): the generator's own fault",
     "window": "requests that were due in it are counted, whenever they ended; warm-up is not",
-    "attainment": "requests that met all limits / requests due in the window; a request that failed met none",
+    "attainment": "requests with answers as long as asked for that met all limits / requests due in the window; one "
+    "that failed met none",
     "goodput": "requests that met all limits / seconds of the window",
     "percentiles": "of all: a failed request counts as infinite; of the good: only answers that are whole",
     "joined": "whole answers whose phases an account tells / whole answers",

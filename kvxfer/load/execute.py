@@ -85,10 +85,12 @@ def execute(
     target = plan.target
     if not target.model:
         target = dataclasses.replace(target, model=first_model(target))
+    bodies = body_maker(target, plan.workload, workload, target.model)
     records: list[MeasuredRequest] = []
     stopping = _Stopping(stop)
 
     def keep(record: MeasuredRequest) -> None:
+        record.is_length_asked = bodies.asks_length
         records.append(record)
         if not stopping.is_full:
             try:
@@ -99,7 +101,7 @@ def execute(
     send = drive_aiperf if plan.drive.driver is DriverKind.AIPERF else drive
     result = send(
         workload,
-        body_maker(target, plan.workload, workload, target.model).body,
+        bodies.body,
         target,
         plan.drive,
         run=name,

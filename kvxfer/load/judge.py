@@ -29,6 +29,7 @@ QUANTITIES: Mapping[str, Callable[[MeasuredRequest], float | None]] = {
     "ttft": lambda record: record.ttft_s,
     "ttft_since_sent": lambda record: record.ttft_since_sent_s,
     "tpot": lambda record: record.tpot_s,
+    "normalized_e2e": lambda record: record.normalized_e2e_s,
     "e2e": lambda record: record.e2e_s,
     "gap": lambda record: record.longest_gap_s,
     "lateness": lambda record: record.lateness_s,
@@ -37,7 +38,9 @@ QUANTITIES: Mapping[str, Callable[[MeasuredRequest], float | None]] = {
 
 ``ttft``            from due to the first chunk with content
 ``ttft_since_sent`` from sent to the first chunk with content
-``tpot``            (last content - first content) / (tokens - tokens of the first chunk); none where that divides by 0
+``tpot``            (last content - first content) / (shown tokens - those of the first arrival); none of one token, or
+                    where no time lies between the first and the last content
+``normalized_e2e``   e2e / tokens, hidden ones among them
 ``e2e``             from due to the last chunk with content
 ``gap``             the longest between two chunks with content; none with fewer than two
 ``lateness``        from due to begun (to sent, where begun is not told): the generator's own
@@ -56,11 +59,15 @@ class RunSummary:
     answered: int
     """Answered whole, in time or not."""
     good: int
-    """Answered whole and within all limits; without limits: answered whole."""
+    """Answered whole, as long as asked for, and within all limits."""
     failed: Mapping[str, int]
     """Requests that were not answered whole, by error name, at most ERRORS_MAX of them."""
     missed: Mapping[str, int]
     """Whole answers that were too slow, by limit; one can miss several."""
+    unmeasured: Mapping[str, int]
+    """Whole answers whose time was not measured, by limit: these are not good either."""
+    short: int
+    """Whole answers with fewer tokens than asked for; not good either."""
     offered_per_s: float
     """Requests due."""
     delivered_per_s: float
@@ -143,6 +150,8 @@ def summarize(run: LoadRun, limits: LatencyLimits | None, attainment: float) -> 
         good=good,
         failed=_bounded(_counts(error_of(record) for record in counted if not record.is_good)),
         missed=_counts(name for record in whole for name in limits.missed(record)),
+        unmeasured=_counts(name for record in whole for name in limits.unmeasured(record)),
+        short=sum(record.is_short for record in whole),
         offered_per_s=len(counted) * per_s,
         delivered_per_s=sent * per_s,
         answered_per_s=answered_within(run.records, begin, end) * per_s,

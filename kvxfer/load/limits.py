@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from kvxfer.errors import ConfigError
-from kvxfer.load.record import MeasuredRequest
+from kvxfer.load.record import ARRIVAL_S, MeasuredRequest
 
 LIMIT_MAX_MS = 86_400_000.0
 """A day."""
@@ -25,7 +25,7 @@ class LatencyLimits:
     ttft_s: float | None = None
     """From due to the first content."""
     tpot_s: float | None = None
-    """For each token after those of the first chunk, on average."""
+    """For each token that was shown, after those of the first arrival, on average."""
     e2e_s: float | None = None
     """From due to the last content."""
     gap_s: float | None = None
@@ -71,21 +71,34 @@ class LatencyLimits:
         return cls(**found)
 
     def missed(self, record: MeasuredRequest) -> tuple[str, ...]:
-        """The names of the limits that an answer was too slow for; empty for a request that failed."""
+        """The names of the limits that an answer was too slow for; empty for a request that failed. One without content
+        was too slow for each limit."""
         if not record.is_good:
             return ()
-        values = (record.ttft_s, record.tpot_s, record.e2e_s, record.longest_gap_s)
+        gap_s = math.inf if record.first_s is None else record.longest_gap_s
+        values = (record.ttft_s, record.tpot_s, record.e2e_s, gap_s)
         return tuple(
             field.name.removesuffix("_s")
             for field, value in zip(dataclasses.fields(self), values, strict=True)
             if (limit := getattr(self, field.name)) is not None and value is not None and value > limit
         )
 
+    def unmeasured(self, record: MeasuredRequest) -> tuple[str, ...]:
+        """The names of the limits whose time was not measured, of a whole answer that has more than one token."""
+        if not record.has_later_tokens:
+            return ()
+        gap_s = record.longest_gap_s if (record.longest_gap_s or 0.0) >= ARRIVAL_S or record.arrivals > 1 else None
+        found = {"tpot": (self.tpot_s, record.tpot_s), "gap": (self.gap_s, gap_s)}
+        return tuple(name for name, (limit, value) in found.items() if limit is not None and value is None)
+
     def is_met(self, record: MeasuredRequest) -> bool:
-        """Whether the request was answered whole and within all limits. One that failed, was cut, timed out or was
-        never sent does not meet them. A TPOT or gap that does not exist, as of an answer of one token, meets any limit.
+        """Whether the request was answered whole, as long as asked, and within all limits. One that failed, was cut,
+        timed out or was never sent does not meet them, and neither does one whose TPOT or gap was not measured. An
+        answer of a single token has neither, and these limits say nothing of it.
         """
-        return record.is_good and not self.missed(record)
+        if not record.is_good or record.is_short:
+            return False
+        return not self.missed(record) and not self.unmeasured(record)
 
     def __str__(self) -> str:
         """As :meth:`parse` reads it; empty without limits."""

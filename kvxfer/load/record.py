@@ -19,6 +19,11 @@ NO_BODY = "no_body"
 """Error of a request whose body could not be made."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 """Error of a request that was beyond the connections that the driver may open."""
+ARRIVAL_S = 0.001
+"""Content that comes within this time of an arrival's beginning is of that arrival: between the chunks that one read of
+a socket gives, or two reads of one buffer, no time was measured."""
+LUMP_TOKENS = 1.5
+"""With more tokens for each chunk than that, chunks do not stand for tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,10 +60,20 @@ class MeasuredRequest:
     tokens_from: str = ""
     """What counted ``output_tokens``: ``usage`` (the server), ``chunks`` (each counts as one), or another tool."""
     first_chunk_tokens: int = 1
+    """Tokens of the first arrival: by the usage in it; else its chunks, or its share of the text where chunks do not
+    stand for tokens."""
+    hidden_tokens: int = 0
+    """Of ``output_tokens``: those that the server counted and never showed, as reasoning."""
     chunks: int = 0
     """Chunks with content."""
+    arrivals: int = 0
+    """How often content came: see ARRIVAL_S. 0: that is not told."""
     longest_gap_s: float | None = None
     """Between two chunks with content."""
+    finish_reason: str = ""
+    """The server's word for why the answer ended."""
+    is_length_asked: bool = False
+    """Exactly ``output_tokens_asked`` were asked for, and not at most so many (``ignore_eos``)."""
     cached_tokens: int | None = None
     """Prompt tokens that the server took from a prefix cache, by its usage."""
     status: int | None = None
@@ -93,13 +108,42 @@ class MeasuredRequest:
         return self.last_s - self.due_s if self.is_good and self.last_s is not None else math.inf
 
     @property
+    def normalized_e2e_s(self) -> float | None:
+        """Over the whole answer: E2E for each token that the server counted, whenever it came and whether it was shown.
+        None where none was counted."""
+        return self.e2e_s / self.output_tokens if self.is_good and self.output_tokens else None
+
+    @property
+    def shown_tokens(self) -> int | None:
+        """None where nothing counted them, also where the count is 0 and content came."""
+        shown = (self.output_tokens or 0) - self.hidden_tokens
+        return shown if shown > 0 else None
+
+    @property
+    def has_later_tokens(self) -> bool:
+        """Content came, and not as a single token: there is a time for each token, and a gap, measured or not."""
+        return self.is_good and self.first_s is not None and self.shown_tokens != 1
+
+    @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after those of the first chunk; None where there are none, infinite where the request
-        failed."""
+        """Seconds for each token that was shown, after those of the first arrival. Infinite where the request failed.
+        None where there is no later token, or where its time was not measured: all content came at once, or nothing
+        counted the tokens."""
         if not self.is_good or self.first_s is None or self.last_s is None:
             return math.inf
-        later = (self.output_tokens or 0) - self.first_chunk_tokens
-        return (self.last_s - self.first_s) / later if later > 0 else None
+        span_s, later = self.last_s - self.first_s, (self.shown_tokens or 0) - self.first_chunk_tokens
+        return span_s / later if later > 0 and span_s >= ARRIVAL_S else None
+
+    @property
+    def is_short(self) -> bool:
+        """Answered whole with fewer tokens than asked for: by the count, or, where only chunks were counted, by the
+        reason. An answer that may end by itself is short only where the server says that it was cut for its length."""
+        if not self.is_good or not self.output_tokens_asked:
+            return False
+        if self.output_tokens is None or self.tokens_from == "chunks":
+            return self.is_length_asked and self.finish_reason not in ("", "length")
+        is_fixed = self.is_length_asked or self.finish_reason == "length"
+        return is_fixed and self.output_tokens < self.output_tokens_asked
 
     @property
     def acted_s(self) -> float | None:

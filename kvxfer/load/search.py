@@ -25,7 +25,7 @@ from kvxfer.load.judge import RunSummary, answered_within, summarize
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity, stationarity
-from kvxfer.load.verdicts import RunVerdict, judge_run
+from kvxfer.load.verdicts import SHORT, UNMEASURED, RunVerdict, judge_run
 from kvxfer.workload.request import REQUESTS_MAX
 
 STEP_MAX = 2.0
@@ -270,7 +270,10 @@ class SearchPlan:
         if not steadiness.is_growing or share < self._attainment:
             effect = summary.due / max(1.0, steadiness.effective_requests)
             self._posterior.note_share(_came(probe, summary), share, summary.due, effect)
-        if self._is_too_slow_alone():
+        unjudged = self._unjudged()
+        if unjudged is not None:
+            self._stopped = unjudged.name, f"No rate can be found. {unjudged.sentence}"
+        elif self._is_too_slow_alone():
             self._stopped = (
                 "too_slow_alone",
                 f"Even at {probe.rate:.3g} requests/s, where hardly a request waits for another, only {share:.1%} of "
@@ -286,6 +289,19 @@ class SearchPlan:
                 "highest_rate_passes",
                 f"At the highest rate, {probe.rate:.3g} requests/s, the target is still met: the server holds more.",
             )
+
+    def _unjudged(self) -> RunVerdict | None:
+        """Why no probe can pass, whatever its rate: too many answers of the last one are short, or were not measured,
+        and before it none passed. None: the others are too many to be good as well, or it did pass."""
+        last = self._done[-1]
+        unmeasured = max(last.summary.unmeasured.values(), default=0)
+        unjudged = last.summary.short + unmeasured
+        if any(one.passed for one in self._done) or not unjudged:
+            return None
+        if last.summary.good + unjudged < self._attainment * last.summary.due:
+            return None
+        name = SHORT if last.summary.short >= unmeasured else UNMEASURED
+        return next((verdict for verdict in last.verdicts if verdict.name == name), None)
 
     def _is_too_slow_alone(self) -> bool:
         """The last probe failed although hardly a request waited for another. Where errors made it fail, twice: a

@@ -18,7 +18,7 @@ from kvxfer.load.offered import workload_from
 from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
-from kvxfer.load.verdicts import CACHE_WAS_WARM, RunVerdict
+from kvxfer.load.verdicts import CACHE_WAS_WARM, OF_TOKENS, RunVerdict
 
 
 @dataclasses.dataclass
@@ -36,14 +36,21 @@ class SoughtRate:
     @property
     def findings(self) -> list[RunVerdict]:
         """What its probes say of the whole answer."""
-        warm = sum(verdict.name == CACHE_WAS_WARM for one in self.judged for verdict in one.verdicts)
+        told = [verdict for one in self.judged for verdict in one.verdicts]
+        found = []
+        for name in OF_TOKENS:
+            same = [verdict for verdict in told if verdict.name == name]
+            if same:
+                sentence = f"In {len(same)} of {len(self.judged)} probes, by the last of them: {same[-1].sentence}"
+                found.append(RunVerdict(name, sentence, False))
+        warm = sum(verdict.name == CACHE_WAS_WARM for verdict in told)
         if not warm:
-            return []
+            return found
         sentence = (
             f"The server's prefix cache was warm in {warm} of {len(self.judged)} probes, so the rate is not that "
             "of new prompts. A search with the same seed has the same prompts: give another --salt."
         )
-        return [RunVerdict(CACHE_WAS_WARM, sentence, False)]
+        return [*found, RunVerdict(CACHE_WAS_WARM, sentence, False)]
 
     def to_json(self) -> dict[str, Any]:
         """``crossing`` has what the report draws."""

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from kvxfer.load.flow import flow_of
 from kvxfer.load.intervals import percentile
 from kvxfer.load.judge import RunSummary, error_of
-from kvxfer.load.record import NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
+from kvxfer.load.record import LUMP_TOKENS, NO_BODY, NOT_SENT, TOO_MANY_CONNECTIONS, MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.stationarity import Stationarity
 from kvxfer.load.warmth import warmth_of
@@ -33,6 +34,11 @@ OFFERED_SHARE = 0.05
 STAMPED_SHARE = 0.01
 """Of the requests sent. Each late stamp is of one request, so that fewer cannot move a 99th percentile."""
 CACHE_WAS_WARM = "cache_was_warm"
+UNMEASURED, SHORT = "unmeasured", "short_answers"
+OF_TOKENS = ("lumps", "hidden_tokens", UNMEASURED, "tokens_uncounted", SHORT)
+"""How tokens came: of a search and of a sweep as well as of a run."""
+HIDDEN_SHARE = 0.1
+"""Of the counted tokens: fewer that are not shown are special ones, and parts of characters."""
 BEYOND_MIN = 10
 """Requests that must be expected beyond a quantile before it is more than luck."""
 
@@ -65,6 +71,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _few(summary),
         _failures(run, summary),
         _without_content(run, summary),
+        *_tokens(run, summary),
         _missed(summary),
     ]
     return sorted((verdict for verdict in found if verdict is not None), key=lambda verdict: not verdict.is_failure)
@@ -280,13 +287,68 @@ def _without_content(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
     count = sum(record.is_good and record.first_s is None for record in run.counted)
     if not count:
         return None
-    costs = " They miss limits of TTFT, TPOT and E2E." if summary.missed.keys() & {"ttft", "tpot", "e2e"} else ""
+    costs = " They miss every limit." if summary.limits else ""
     return RunVerdict(
         "no_content",
         f"{count} of {summary.answered} whole answers had no content: no text of their tokens came, so they have "
         f"neither times nor phases.{costs}",
         False,
     )
+
+
+def _tokens(run: LoadRun, summary: RunSummary) -> list[RunVerdict]:
+    """What keeps a time for each token from being what it is taken for, and answers from being what was asked for."""
+    flow, found = flow_of(run), []
+    each_s = flow.normalized_e2e_s
+    whole = "" if each_s is None else f" Over the whole answer a token took {each_s * 1e3:.1f} ms (median)."
+    of_all = f"of {summary.answered} whole answers"
+    if flow.tokens_each_arrival is not None and flow.tokens_each_arrival > LUMP_TOKENS:
+        found.append(
+            RunVerdict(
+                "lumps",
+                f"Chunks do not stand for tokens: {flow.tokens_each_arrival:.1f} tokens came at a time, and an answer "
+                f"in {flow.arrivals_each:.1f} lumps on average. TPOT is a mean over lumps, and the longest gap says "
+                f"how long the text stood still.{whole}",
+                False,
+            )
+        )
+    if flow.hidden_share > HIDDEN_SHARE:
+        found.append(
+            RunVerdict(
+                "hidden_tokens",
+                f"{flow.hiding} {of_all} have hidden tokens, as reasoning: {flow.hidden_share:.1%} of the tokens that "
+                f"the server counted were never shown. TPOT is that of the others.{whole}",
+                False,
+            )
+        )
+    if flow.unmeasured:
+        costs = f" They do not meet the limits of {' and '.join(summary.unmeasured)}." if summary.unmeasured else ""
+        found.append(
+            RunVerdict(
+                UNMEASURED,
+                f"{flow.unmeasured} {of_all} have no TPOT that could be measured: all their content came in one lump, "
+                f"or nothing counted their tokens.{costs}{whole}",
+                False,
+            )
+        )
+    if flow.uncounted:
+        found.append(
+            RunVerdict(
+                "tokens_uncounted",
+                f"The server did not count the tokens {flow.uncounted} {of_all}: each chunk counts as one token.",
+                False,
+            )
+        )
+    if flow.short:
+        found.append(
+            RunVerdict(
+                SHORT,
+                f"{flow.short} {of_all} are shorter than asked for: {flow.short_tokens:.1f} of {flow.short_asked:.1f} "
+                "tokens on average. They count as not good. Where answers may end by themselves, say --no-ignore-eos.",
+                False,
+            )
+        )
+    return found
 
 
 def _missed(summary: RunSummary) -> RunVerdict | None:

@@ -36,6 +36,11 @@ def extra_body_of(text: str) -> dict[str, Any]:
     return members
 
 
+def asks_length(body: Mapping[str, Any]) -> bool:
+    """Whether the answer is to have exactly ``max_tokens``, and not at most so many."""
+    return body.get("ignore_eos") is True and not body.get("stop") and not body.get("stop_token_ids")
+
+
 class BodyMaker:
     """Makes bodies for ``/v1/completions`` (the prompt as token ids; as text where the workload has text) or
     ``/v1/chat/completions`` (one message of the user).
@@ -69,6 +74,7 @@ class BodyMaker:
             written = json.dumps({**members, **extra}, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"extra_body cannot be written as JSON: {error}") from None
+        self.asks_length = asks_length({**members, **extra})
         self._begin = written[:-1].encode() + b',"max_tokens":'
 
     def body(self, request: WorkloadRequest) -> bytes:

@@ -10,6 +10,42 @@ from kvxfer.errors import ConfigError
 from kvxfer.load.limits import LatencyLimits
 from tests.support.load_records import answered, failed
 
+LATE = LatencyLimits.parse("tpot:10 gap:100")
+
+
+def test_what_was_not_measured_meets_no_limit() -> None:
+    """All content at once, by one chunk or by several; no count of the tokens; no gap told."""
+    lump = answered(0, 1.0, last_s=1.1, chunks=1, arrivals=1, longest_gap_s=None)
+    burst = answered(0, 1.0, last_s=1.1, arrivals=1, longest_gap_s=0.0)
+    for record in (lump, burst):
+        assert (record.tpot_s, LATE.unmeasured(record), LATE.missed(record)) == (None, ("tpot", "gap"), ())
+        assert not LATE.is_met(record)
+        assert LatencyLimits.parse("ttft:200").is_met(record)
+    uncounted = answered(0, 1.0)
+    uncounted.output_tokens = None
+    assert LATE.unmeasured(uncounted) == ("tpot",)
+    assert LATE.unmeasured(answered(0, 1.0, longest_gap_s=None)) == ("gap",)
+
+
+def test_a_single_token_has_neither_tpot_nor_gap() -> None:
+    """Also where others were hidden. Limits of these say nothing of it."""
+    assert LATE.is_met(answered(0, 1.0, output_tokens=1))
+    assert LATE.is_met(answered(0, 1.0, output_tokens=50, last_s=1.1, longest_gap_s=None, chunks=1, hidden_tokens=49))
+
+
+def test_an_answer_without_content_misses_each_limit() -> None:
+    silent = answered(0, 0.0, first_s=None, last_s=None, chunks=0, longest_gap_s=None)
+    for text in ("ttft:9", "tpot:9", "e2e:9", "gap:9"):
+        assert LatencyLimits.parse(text).missed(silent)
+
+
+def test_a_short_answer_is_not_good_without_limits_too() -> None:
+    cut = answered(0, 1.0, is_length_asked=True)
+    cut.output_tokens_asked = 200
+    assert not LatencyLimits().is_met(cut)
+    cut.is_length_asked = False
+    assert LatencyLimits().is_met(cut)
+
 
 def test_limits_are_read_in_milliseconds() -> None:
     assert LatencyLimits.parse("ttft:200 tpot:50") == LatencyLimits(ttft_s=0.2, tpot_s=0.05)

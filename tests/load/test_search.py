@@ -102,6 +102,23 @@ def test_limits_that_an_idle_server_misses_end_the_search_soon() -> None:
     assert len(result.probes) <= 2
 
 
+@pytest.mark.parametrize(("kind", "reason"), [("lump", "unmeasured"), ("short", "short_answers")])
+def test_answers_that_cannot_be_judged_end_the_search_by_name(kind: str, reason: str) -> None:
+    """And not as ones that are too slow, at whatever rate."""
+
+    def run_at(probe: SearchProbe) -> LoadRun:
+        run = probing(is_exponential=False)(probe)
+        for record in run.records:
+            record.output_tokens, record.last_s = 20, record.first_s
+            record.output_tokens_asked, record.is_length_asked = (200, True) if kind == "short" else (20, True)
+        return run
+
+    limits = LatencyLimits.parse("ttft:400 tpot:50" if kind == "lump" else "ttft:400")
+    result = search(run_at, limits, 0.9, SearchOptions(start_rate=4.0))
+    assert (result.rate, result.reason, len(result.probes)) == (None, reason, 1)
+    assert result.sentence.startswith("No rate can be found. ")
+
+
 def test_more_failures_than_the_target_allows_have_no_rate() -> None:
     result = found(failing=0.3, start=2.0)
     assert (result.rate, result.reason) == (None, "too_slow_alone")

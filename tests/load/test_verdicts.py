@@ -148,7 +148,56 @@ def test_whole_answers_without_content_are_told_and_fail_nothing() -> None:
     found = verdicts(run_of([silent, *even()[1:]]))
     assert found.keys() == {"no_content"}
     assert "1 of 1000 whole answers had no content" in found["no_content"].sentence
-    assert "They miss limits of TTFT" in found["no_content"].sentence
+    assert "They miss every limit" in found["no_content"].sentence
+
+
+def lumps(**more: object) -> list[MeasuredRequest]:
+    """Half a second of work, then 11 tokens in one chunk."""
+    return even(ttft_s=0.15, tpot_s=0.0, chunks=1, arrivals=1, longest_gap_s=None, first_chunk_tokens=11, **more)
+
+
+def test_tokens_that_come_in_lumps_are_told() -> None:
+    found = verdicts(run_of(even(arrivals=4)))
+    assert {*found} == {"lumps"}
+    assert "2.8 tokens came at a time, and an answer in 4.0 lumps" in found["lumps"].sentence
+    assert "a token took 18.2 ms (median)" in found["lumps"].sentence, "0.2 s for 11 tokens"
+    assert verdicts(run_of(even(arrivals=9))) == {}
+
+
+def test_what_could_not_be_measured_is_told_and_is_not_good() -> None:
+    run = run_of(lumps())
+    assert {*verdicts(run)} == {"lumps", "unmeasured"}, "a limit of TTFT is met"
+    limits = LatencyLimits.parse("tpot:500")
+    summary = summarize(run, limits, 0.9)
+    assert (summary.good, summary.missed, summary.unmeasured) == (0, {}, {"tpot": 1000})
+    assert (summary.of_all["tpot"].count, summary.tokens_per_s_per_user) == (0, None)
+    found = {one.name: one for one in judge_run(run, summary, stationarity(run, limits))}
+    assert "1000 of 1000 whole answers have no TPOT that could be measured" in found["unmeasured"].sentence
+    assert "They do not meet the limits of tpot." in found["unmeasured"].sentence
+    assert "attainment_missed" in found
+
+
+def test_hidden_tokens_are_told() -> None:
+    found = verdicts(run_of(even(output_tokens=500, hidden_tokens=480, chunks=20, arrivals=20, tpot_s=0.001)))
+    assert {*found} == {"hidden_tokens"}
+    assert "1000 of 1000 whole answers have hidden tokens" in found["hidden_tokens"].sentence
+    assert "96.0%" in found["hidden_tokens"].sentence
+    assert verdicts(run_of(even(output_tokens=500, hidden_tokens=40, tpot_s=0.0001))) == {}, "special tokens"
+
+
+def test_answers_shorter_than_asked_are_told_and_are_not_good() -> None:
+    run = run_of(even(is_length_asked=True))
+    for record in run.records[:150]:
+        record.output_tokens_asked = 200
+    found = verdicts(run)
+    assert {*found} == {"short_answers", "attainment_missed"}
+    sentence = found["short_answers"].sentence
+    assert "150 of 1000 whole answers are shorter than asked for: 11.0 of 200.0 tokens" in sentence
+    assert (summarize(run, None, 0.9).good, summarize(run, None, 0.9).short) == (850, 150)
+
+
+def test_tokens_that_nobody_counted_are_told() -> None:
+    assert {*verdicts(run_of(even(tokens_from="chunks")))} == {"tokens_uncounted"}
 
 
 def test_attainment_that_is_missed_is_told() -> None:

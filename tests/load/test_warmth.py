@@ -117,6 +117,11 @@ def test_a_search_says_it_of_the_whole() -> None:
     judged.clear()
     cold = search(lambda probe: run_at(probe, cached=0), limits, 0.9, options)
     assert SoughtRate(cold, judged).findings == []
+    for record in judged[0].run.records:
+        record.output_tokens_asked, record.is_length_asked = 200, True
+    [finding] = SoughtRate(cold, [judge(judged[0].run, goal), *judged[1:]]).findings
+    assert finding.name == "short_answers"
+    assert finding.sentence.startswith(f"In 1 of {len(judged)} probes, by the last of them: ")
 
 
 def test_an_interrupted_run_of_no_request_is_no_division_by_zero() -> None:

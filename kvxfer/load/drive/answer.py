@@ -7,9 +7,10 @@ of ``kvxfer.load.record``; docs/load-test.md has them.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, cast
 
-from kvxfer.load.record import MeasuredRequest
+from kvxfer.load.record import ARRIVAL_S, LUMP_TOKENS, MeasuredRequest
 
 MESSAGE_MAX = 200
 ERROR_MAX = 100
@@ -31,6 +32,7 @@ ABORTED = "aborted"
 
 CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 """Members of a delta that are content."""
+REASONING = ("reasoning_content", "reasoning")
 
 BAD_ANSWER = "bad_answer"
 BROKEN_STREAM = "broken_stream"
@@ -43,19 +45,30 @@ TIMEOUT = "timeout"
 UNREACHABLE = "unreachable"
 
 
-def has_content(event: dict[str, Any]) -> bool:
-    """Whether a chunk has text, reasoning text or a tool call. A chunk with a role alone, or with usage, has none."""
+def content_of(event: dict[str, Any]) -> tuple[int, bool]:
+    """(bytes of text, reasoning text and tool calls in a chunk, whether reasoning is among them). A chunk with a role
+    alone, or with usage, has none."""
     choices = event.get("choices")
     if not choices or not isinstance(choices, list):
-        return False
+        return 0, False
+    size, has_reasoning = 0, False
     for choice in choices:
         if isinstance(choice, dict):
-            if choice.get("text"):
-                return True
+            if text := choice.get("text"):
+                size += _size(text)
             part = choice.get("delta") or choice.get("message")
-            if isinstance(part, dict) and any(part.get(name) for name in CONTENT):
-                return True
-    return False
+            if isinstance(part, dict):
+                for name in CONTENT:
+                    if text := part.get(name):
+                        size += _size(text)
+                        has_reasoning = has_reasoning or name in REASONING
+    return size, has_reasoning
+
+
+def _size(content: Any) -> int:
+    """Bytes of text. Of a tool call those of its JSON: some more than what the model wrote."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 
 def failure_of(value: Any, status: int | None) -> tuple[str, str]:
@@ -99,21 +112,10 @@ class AnswerReader:
     """One answer with its head, chunk by chunk. ``data`` returns False where nothing more is worth reading."""
 
     __slots__ = (
-        *(
-            "_data",
-            "_data_bytes",
-            "_is_error",
-            "_rest",
-            "_streamed",
-            "account",
-            "cached_tokens",
-            "chunks",
-            "completion_tokens",
-            "error",
-            "failed_s",
-        ),
-        *("first_s", "first_tokens", "has_finished", "is_done", "last_s", "longest_gap_s", "message", "prompt_tokens"),
-        *("status",),
+        *("_arrived_s", "_data", "_data_bytes", "_first_bytes", "_first_chunks", "_first_counted", "_has_reasoning"),
+        *("_is_error", "_rest", "_streamed", "_text_bytes", "account", "arrivals", "cached_tokens", "chunks"),
+        *("completion_tokens", "error", "failed_s", "finish_reason", "first_s", "has_finished", "is_done", "last_s"),
+        *("longest_gap_s", "message", "prompt_tokens", "reasoning_tokens", "status"),
     )
 
     def __init__(self) -> None:
@@ -123,8 +125,10 @@ class AnswerReader:
         self.failed_s: float | None = None
         self.longest_gap_s: float | None = None
         self.chunks = 0
-        self.first_tokens = 1
+        self.arrivals = 0
+        self.finish_reason = ""
         self.completion_tokens: int | None = None
+        self.reasoning_tokens = 0
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.account: dict[str, Any] | None = None
@@ -139,6 +143,12 @@ class AnswerReader:
         """What came of a line that is not whole, or of a body that is no stream."""
         self._data: list[bytes] = []
         self._data_bytes = 0
+        self._arrived_s = -math.inf
+        """When the arrival began that the last content is of."""
+        self._first_chunks = self._first_bytes = self._text_bytes = 0
+        self._first_counted = 0
+        """What the usage in the first arrival counts; 0: there is none."""
+        self._has_reasoning = False
 
     def head(self, status: int, content_type: str) -> None:
         """The head is there. A body that is no event stream is read whole."""
@@ -214,7 +224,7 @@ class AnswerReader:
         record.status, record.error, record.message = self.status, self.error, self.message
         record.first_s, record.last_s, record.longest_gap_s = self.first_s, self.last_s, self.longest_gap_s
         record.end_s = end_s if self.failed_s is None else self.failed_s
-        record.chunks, record.first_chunk_tokens = self.chunks, self.first_tokens
+        record.chunks, record.arrivals, record.finish_reason = self.chunks, self.arrivals, self.finish_reason
         record.cached_tokens, record.account = self.cached_tokens, self.account
         if self.prompt_tokens is not None:
             record.prompt_tokens = self.prompt_tokens
@@ -222,6 +232,25 @@ class AnswerReader:
             record.output_tokens, record.tokens_from = self.completion_tokens, "usage"
         elif self.chunks:
             record.output_tokens, record.tokens_from = self.chunks, "chunks"
+        record.hidden_tokens = self._hidden_of(record.output_tokens or 0)
+        record.first_chunk_tokens = self._first_of((record.output_tokens or 0) - record.hidden_tokens)
+
+    def _hidden_of(self, tokens: int) -> int:
+        """Tokens that were counted and never shown: reasoning, by the usage, where no reasoning came; at least as many
+        as there are beyond a token for each byte of text, which no text has."""
+        told = 0 if self._has_reasoning else self.reasoning_tokens
+        return max(0, min(tokens - self.chunks, max(told, tokens - self._text_bytes)))
+
+    def _first_of(self, shown: int) -> int:
+        """Of ``shown`` tokens those of the first arrival."""
+        if self._first_counted:
+            hidden = 0 if self._has_reasoning else self.reasoning_tokens
+            first = self._first_counted - hidden
+        elif shown <= LUMP_TOKENS * self.chunks:
+            first = self._first_chunks
+        else:
+            first = round(shown * self._first_bytes / max(1, self._text_bytes))
+        return max(1, min(first, shown))
 
     def _dispatch(self, now_s: float) -> bool:
         """One event is whole."""
@@ -243,28 +272,42 @@ class AnswerReader:
         if is_error or event.get("error") or event.get("object") == "error":
             self.fail(*failure_of(event, self.status), now_s)
             return True
-        if has_content(event):
-            if self.first_s is None:
-                self.first_s = now_s
-                usage = event.get("usage")
-                tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-                self.first_tokens = tokens if _is_count(tokens) and tokens else 1
-            elif self.last_s is not None and now_s - self.last_s > (self.longest_gap_s or -1.0):
-                self.longest_gap_s = now_s - self.last_s
-            self.last_s = now_s
-            self.chunks += 1
+        size, has_reasoning = content_of(event)
+        if size:
+            self._content(event, size, now_s)
+            self._has_reasoning = self._has_reasoning or has_reasoning
         self._members(event, now_s)
         return True
+
+    def _content(self, event: dict[str, Any], size: int, now_s: float) -> None:
+        if self.first_s is None:
+            self.first_s = now_s
+        elif self.last_s is not None and now_s - self.last_s > (self.longest_gap_s or -1.0):
+            self.longest_gap_s = now_s - self.last_s
+        if now_s - self._arrived_s >= ARRIVAL_S:
+            self._arrived_s = now_s
+            self.arrivals += 1
+        if self.arrivals == 1:
+            self._first_chunks += 1
+            self._first_bytes += size
+            usage = event.get("usage")
+            tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+            self._first_counted = tokens if _is_count(tokens) and tokens else 0
+        self._text_bytes += size
+        self.last_s = now_s
+        self.chunks += 1
 
     def _members(self, event: dict[str, Any], now_s: float) -> None:
         usage = event.get("usage")
         if isinstance(usage, dict):
-            details = usage.get("prompt_tokens_details")
+            details, counted = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
             cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            reasoning = counted.get("reasoning_tokens") if isinstance(counted, dict) else None
             for name, value in (
                 ("completion_tokens", usage.get("completion_tokens")),
                 ("prompt_tokens", usage.get("prompt_tokens")),
                 ("cached_tokens", cached),
+                ("reasoning_tokens", reasoning),
             ):
                 if _is_count(value):
                     setattr(self, name, value)
@@ -277,7 +320,8 @@ class AnswerReader:
                 if isinstance(choice, dict) and (reason := choice.get("finish_reason")):
                     self.has_finished = True
                     kind = reason.get("type") if isinstance(reason, dict) else reason
-                    if isinstance(kind, str) and kind in BROKEN_OFF:
+                    self.finish_reason = _printable(kind[:ERROR_MAX]) if isinstance(kind, str) else ""
+                    if self.finish_reason in BROKEN_OFF:
                         self.fail(ABORTED, f"the server gave the answer up: finish_reason is {kind}", now_s)
 
     def _comment(self, text: bytes) -> None:
@@ -319,9 +363,10 @@ class AnswerReader:
             self._members(value, now_s)
             if not isinstance(value.get("choices"), list):
                 self.fail(BAD_ANSWER, "the answer has no choices", now_s)
-            elif has_content(value):
-                self.first_s = self.last_s = now_s
-                self.chunks, self.first_tokens = 1, self.completion_tokens or 1
+            else:
+                size, self._has_reasoning = content_of(value)
+                if size:
+                    self._content(value, size, now_s)
 
     def _bad(self, now_s: float, message: str) -> bool:
         self.fail(BAD_ANSWER, message, now_s)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.load.importers.fields import Members, read_lines
-from kvxfer.load.importers.made import Numbers, failure, made_run
+from kvxfer.load.importers.made import Numbers, failure, made_run, note_gaps
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
@@ -99,13 +99,6 @@ def _metrics(record: MeasuredRequest, metrics: Members) -> None:
         record.status = record.status or (200 if not record.error else None)
         if sending_ms is not None:
             record.sent_s = start_s + min(max(sending_ms, 0.0), first_ms or latency_ms) / 1e3
-    gaps = metrics.object_or_none("inter_chunk_latency")
-    if gaps is not None:
-        values = gaps.numbers("value")
-        record.chunks = len(values) + 1
-        record.longest_gap_s = max(values) / 1e3 if values else None
-    elif record.first_s is not None:
-        record.chunks = 1
     prompt = _count(metrics, "usage_prompt_tokens")
     record.prompt_tokens = (_count(metrics, "input_sequence_length") if prompt is None else prompt) or 0
     record.cached_tokens = _count(metrics, "usage_prompt_cache_read_tokens")
@@ -114,6 +107,11 @@ def _metrics(record: MeasuredRequest, metrics: Members) -> None:
     if record.output_tokens is None:
         record.output_tokens = _count(metrics, "output_sequence_length")
         record.tokens_from = NAME if record.output_tokens is not None else ""
+    gaps = metrics.object_or_none("inter_chunk_latency")
+    if gaps is not None:
+        note_gaps(record, [value / 1e3 for value in gaps.numbers("value")])
+    elif record.first_s is not None:
+        record.chunks = 1
     if first_ms is None and record.output_tokens:
         record.first_chunk_tokens = record.output_tokens
 

@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.load.drive.answer import AnswerReader
 from kvxfer.load.importers import aiperf
 from kvxfer.load.importers.fields import Members, read_lines
-from kvxfer.load.importers.made import Numbers, made_run
+from kvxfer.load.importers.made import Numbers, asked_of, made_run
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
@@ -85,9 +85,7 @@ def read_raw(line: Members, zero_ns: int) -> MeasuredRequest:
         record.error, record.message = error, message
     payload = line.object_or_none("payload")
     if payload is not None:
-        asked = payload.values.get("max_completion_tokens", payload.values.get("max_tokens"))
-        if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
-            record.output_tokens_asked = asked
+        record.output_tokens_asked, record.is_length_asked = asked_of(payload.values)
         prompt = payload.values.get("prompt")
         if not record.prompt_tokens and isinstance(prompt, list):
             record.prompt_tokens = len(prompt)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.load.importers.fields import Members
-from kvxfer.load.importers.made import Numbers, failure, made_run
+from kvxfer.load.importers.made import Numbers, asked_of, failure, made_run, note_first
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
@@ -110,7 +110,7 @@ def _record(one: Members, group: str) -> tuple[MeasuredRequest, bool]:
     end = timings.number_or_none("request_end")
     end = end if end is not None else timings.number_or_none("resolve_end")
     chunks = timings.count_or_none("token_iterations") or 0
-    asked = _arguments(one)
+    asked, is_length_asked = asked_of(_body(one))
     record = MeasuredRequest(
         run=NAME,
         number=0,
@@ -118,6 +118,7 @@ def _record(one: Members, group: str) -> tuple[MeasuredRequest, bool]:
         due_s=due,
         prompt_tokens=_tokens(one, "input_metrics", "prompt_tokens") or 0,
         output_tokens_asked=asked,
+        is_length_asked=is_length_asked,
         turn=info.count_or_none("turn_index") or 0,
         sent_s=start,
         first_s=first,
@@ -131,6 +132,7 @@ def _record(one: Members, group: str) -> tuple[MeasuredRequest, bool]:
         counted = one.object_or_none("output_metrics")
         has_total = counted is not None and counted.values.get("total_tokens") is not None
         record.tokens_from = NAME if has_total else "chunks"
+        note_first(record)
     if group == "successful":
         record.status = 200
         if first is None and end is not None and start is not None:
@@ -152,15 +154,10 @@ def _tokens(one: Members, group: str, name: str, part: str = "total_tokens") -> 
     return one.count_or_none(name) if found is None and name else found
 
 
-def _arguments(one: Members) -> int:
-    """The asked length of the answer; 0 where the request's arguments do not say it."""
+def _body(one: Members) -> Any:
+    """What was sent; None where the request's arguments do not say it."""
     try:
         arguments = json.loads(one.text_or_none("request_args") or "null")
     except (ValueError, RecursionError):
-        return 0
-    body = arguments.get("body") if isinstance(arguments, dict) else None
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name) if isinstance(body, dict) else None
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
+        return None
+    return arguments.get("body") if isinstance(arguments, dict) else None

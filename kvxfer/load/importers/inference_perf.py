@@ -15,7 +15,7 @@ from typing import Any
 from kvxfer.errors import ConfigError
 from kvxfer.load.drive.answer import EMPTY_ANSWER
 from kvxfer.load.importers.fields import Members
-from kvxfer.load.importers.made import failure, made_run
+from kvxfer.load.importers.made import asked_of, failure, made_run, note_gaps
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
@@ -49,13 +49,15 @@ def read_inference_perf(path: pathlib.Path, values: list[Any]) -> list[LoadRun]:
 
 def _record(one: Members) -> MeasuredRequest:
     start, end = one.number("start_time"), one.number("end_time")
+    asked, is_length_asked = asked_of(_body(one))
     record = MeasuredRequest(
         run=NAME,
         number=0,
         request_id="",
         due_s=start,
         prompt_tokens=0,
-        output_tokens_asked=_asked(one),
+        output_tokens_asked=asked,
+        is_length_asked=is_length_asked,
         sent_s=start,
         end_s=end,
     )
@@ -93,8 +95,8 @@ def _answer(record: MeasuredRequest, response: Members, end: float) -> None:
         record.tokens_from = NAME if record.output_tokens is not None else ""
     if name is not None:
         times = response.numbers(name)
-        record.first_s, record.last_s, record.chunks = times[0], times[-1], len(times)
-        record.longest_gap_s = max((b - a for a, b in itertools.pairwise(times)), default=None)
+        record.first_s, record.last_s = times[0], times[-1]
+        note_gaps(record, [later - earlier for earlier, later in itertools.pairwise(times)])
     elif "chunk_times" not in response.values and record.output_tokens:
         record.first_s = record.last_s = end
         record.chunks, record.first_chunk_tokens = 1, record.output_tokens
@@ -107,14 +109,9 @@ def _prompt_tokens(info: Members) -> int:
     return (found if found is not None else info.count_or_none("input_tokens")) or 0
 
 
-def _asked(one: Members) -> int:
-    """The asked length of the answer; 0 where the body does not say it."""
+def _body(one: Members) -> Any:
+    """What was sent; None where the file does not say it."""
     try:
-        body = json.loads(one.text_or_none("request") or "null")
+        return json.loads(one.text_or_none("request") or "null")
     except (ValueError, RecursionError):
-        return 0
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name) if isinstance(body, dict) else None
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
+        return None

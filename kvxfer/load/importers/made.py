@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kvxfer.load.record import MeasuredRequest
+from kvxfer.load.record import ARRIVAL_S, LUMP_TOKENS, MeasuredRequest
 from kvxfer.load.run import LoadRun
+from kvxfer.workload.bodies import asks_length
 
 MESSAGE_MAX = 200
 _NAMES = (
@@ -50,6 +51,37 @@ def failure(words: str, message: str = "", status: int | None = None) -> tuple[s
             if any(part in text for part in parts):
                 return name, message[:MESSAGE_MAX]
     return "failed", message[:MESSAGE_MAX]
+
+
+def asked_of(body: Any) -> tuple[int, bool]:
+    """(asked tokens of the answer, whether exactly so many) by the body of a request; 0 where it does not say it."""
+    members = body if isinstance(body, dict) else {}
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = members.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value, asks_length(members)
+    return 0, False
+
+
+def note_gaps(record: MeasuredRequest, gaps_s: Sequence[float]) -> None:
+    """The times between the chunks with content, one after the other, into a record whose tokens are known."""
+    since_s, chunks_of_first = 0.0, len(gaps_s) + 1
+    record.chunks, record.arrivals = len(gaps_s) + 1, 1
+    record.longest_gap_s = max(gaps_s, default=None)
+    for place, gap_s in enumerate(gaps_s, 1):
+        since_s += gap_s
+        if since_s >= ARRIVAL_S:
+            chunks_of_first = min(chunks_of_first, place)
+            record.arrivals, since_s = record.arrivals + 1, 0.0
+    note_first(record, chunks_of_first)
+
+
+def note_first(record: MeasuredRequest, chunks_of_first: int = 1) -> None:
+    """How many tokens came first. Where chunks do not stand for tokens, each counts as as many as any other: the tools
+    do not tell what was in them."""
+    tokens, chunks = record.output_tokens or 0, max(1, record.chunks)
+    each = tokens / chunks if tokens > LUMP_TOKENS * chunks else 1.0
+    record.first_chunk_tokens = max(1, min(tokens, round(each * chunks_of_first)))
 
 
 class Numbers:

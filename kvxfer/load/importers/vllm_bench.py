@@ -11,7 +11,7 @@ import pathlib
 from typing import Any
 
 from kvxfer.load.importers.fields import Members
-from kvxfer.load.importers.made import failure, made_run
+from kvxfer.load.importers.made import failure, made_run, note_gaps
 from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 
@@ -61,8 +61,6 @@ def read_vllm_bench(path: pathlib.Path, values: dict[str, Any]) -> list[LoadRun]
         if firsts[number] > 0:
             record.first_s = start + firsts[number]
             record.last_s = record.first_s + sum(between)
-            record.chunks = len(between) + 1
-            record.longest_gap_s = max(between) if between else None
         if words or firsts[number] <= 0:
             last = words.strip().rpartition("\n")[2]
             record.error, record.message = failure(last or "failed", last or "vllm bench gives no reason")
@@ -70,7 +68,9 @@ def read_vllm_bench(path: pathlib.Path, values: dict[str, Any]) -> list[LoadRun]
         else:
             record.status = 200
             record.end_s = record.last_s if latencies is None else max(record.last_s or 0.0, start + latencies[number])
-            record.output_tokens, record.tokens_from = int(outputs[number]), NAME
+            record.output_tokens, record.tokens_from = int(outputs[number]) or None, NAME
+        if firsts[number] > 0:
+            note_gaps(record, between)
         records.append(record)
     settings: dict[str, Any] = {
         "imported_from": path.name,

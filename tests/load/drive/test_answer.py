@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.load.drive.answer import AnswerReader, failure_of, has_content
+from kvxfer.load.drive.answer import AnswerReader, content_of, failure_of
 from kvxfer.load.record import MeasuredRequest
 from tests.support.load_server import sse, token, usage
 
@@ -60,7 +60,7 @@ def read(*parts: tuple[bytes, float], status: int = 200, kind: str = STREAM, end
     ],
 )
 def test_content(event: dict[str, Any], expected: bool) -> None:
-    assert has_content(event) is expected
+    assert (content_of(event)[0] > 0) is expected
 
 
 FINISHED = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
@@ -126,8 +126,70 @@ def test_without_usage_chunks_count() -> None:
 
 def test_usage_in_each_chunk_says_how_many_came_first() -> None:
     many = [token("abc", usage={"completion_tokens": 3}), token("d", usage={"completion_tokens": 4})]
-    record = read((sse(*many), 1.0))
+    record = read((sse(many[0], done=False), 1.0), (sse(many[1]), 2.0))
     assert (record.first_chunk_tokens, record.output_tokens) == (3, 4)
+    assert read((sse(*many), 1.0)).first_chunk_tokens == 4, "both came at once"
+
+
+def test_chunks_that_come_at_once_are_one_arrival() -> None:
+    """A proxy that buffers gives many events in one read; between them no time was measured."""
+    record = read((sse(*[token("abc")] * 9, done=False), 1.0), (sse(token("abc"), usage(10)), 1.0005))
+    assert (record.chunks, record.arrivals, record.first_chunk_tokens) == (10, 1, 10)
+    assert (record.tpot_s, record.has_later_tokens) == (None, True)
+    record = read(*((sse(*[token("abc")] * 5, done=False), 1.0 + at) for at in range(4)), (sse(usage(20)), 4.1))
+    assert (record.arrivals, record.first_chunk_tokens, record.tpot_s) == (4, 5, 3 / 15)
+
+
+def test_of_a_lump_the_first_tokens_are_its_share_of_the_text() -> None:
+    even = read(*((sse(token("x" * 75), done=False), 0.5 * at) for at in range(1, 5)), (sse(usage(100)), 2.1))
+    assert (even.arrivals, even.first_chunk_tokens, even.tpot_s) == (4, 25, 0.02)
+    parts = (sse(token("x" * 270), done=False), 1.0), (sse(token("x" * 30), usage(100)), 2.0)
+    uneven = read(*parts)
+    assert (uneven.first_chunk_tokens, uneven.tpot_s) == (90, 0.1), "and not 99 tokens in a second"
+
+
+@pytest.mark.parametrize("shown", ["reasoning", "reasoning_content"])
+def test_reasoning_that_is_not_shown_does_not_count_for_tpot(shown: str) -> None:
+    counted = usage(500, completion_tokens_details={"reasoning_tokens": 480})
+    answer = [(sse(delta(content="abcd"), done=False), 2 + 0.5 * at) for at in range(20)]
+    hidden = read(*answer, (sse(counted), 12.0))
+    assert (hidden.output_tokens, hidden.hidden_tokens, hidden.tpot_s) == (500, 480, 0.5)
+    assert hidden.normalized_e2e_s == 11.5 / 500, "over the whole answer all tokens count"
+    thought = [(sse(delta(**{shown: "abcd"}), done=False), 0.025 * at) for at in range(1, 481)]
+    record = read(*thought, *((part, at + 10.5) for part, at in answer), (sse(counted), 30.0))
+    assert (record.hidden_tokens, record.chunks) == (0, 500)
+    untold = read(*((sse(token("x"), done=False), 2 + 0.5 * at) for at in range(20)), (sse(usage(500)), 12.0))
+    assert (untold.hidden_tokens, untold.tpot_s) == (480, 0.5), "no text has more tokens than bytes"
+
+
+def test_a_whole_body_has_no_time_between_its_tokens() -> None:
+    body = {"choices": [{"text": "abc" * 5, "finish_reason": "length"}], "usage": {"completion_tokens": 5}}
+    record = read((json.dumps(body).encode(), 1.0), kind="application/json")
+    assert (record.tpot_s, record.has_later_tokens, record.finish_reason) == (None, True, "length")
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens", "is_fixed", "is_short"),
+    [
+        ("stop", 20, True, True),
+        ("length", 20, True, True),
+        ("length", 20, False, True),
+        ("stop", 20, False, False),
+        ("stop", 200, True, False),
+        ("length", 201, True, False),
+        ("stop", None, True, True),
+        ("length", None, True, False),
+        ({"type": "stop"}, 20, True, True),
+    ],
+)
+def test_an_answer_may_be_shorter_than_asked(reason: Any, tokens: int | None, is_fixed: bool, is_short: bool) -> None:
+    """By its count; where only chunks are counted, by the server's own reason. One that may end by itself is short
+    only if the server cut it."""
+    last = {"choices": [{"index": 0, "text": "", "finish_reason": reason}]}
+    ends = [last] if tokens is None else [last, usage(tokens)]
+    record = read((sse(token("abc" * 200), *ends), 1.0))
+    record.output_tokens_asked, record.is_length_asked = 200, is_fixed
+    assert record.is_short is is_short
 
 
 ACCOUNT = b': kvxfer-account {"queue_s": 0.5}'
