@@ -197,7 +197,9 @@ def test_mismatch_between_engines_is_named(world: World, tmp_path: pathlib.Path)
         "head_bytes": world.rank("decode", kv_item_lens=[128] * 2 * LAYERS),
         "shape is 'known' here and 'not known' there": world.rank("decode", kv_layout="another"),
         "weights_fingerprint": world.rank("decode", model=make_model(tmp_path / "w", b"others!")),
-        "config_fingerprint": world.rank("decode", model=make_model(tmp_path / "c", rope_theta=5.0)),
+        "config.rope_parameters.rope_theta is '10000.0' here and '5.0' there": world.rank(
+            "decode", model=make_model(tmp_path / "c", rope_theta=5.0)
+        ),
     }
     for field, other in others.items():
         room = world.room()

@@ -13,6 +13,7 @@ import multiprocessing.util
 import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         is_mla = bool(is_mla_backend)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         options = Options.from_environment(os.environ)
-        arguments = resolving_view(server_args)
+        arguments = resolved(server_args)
         check_arguments(arguments)
         self.lock = threading.RLock()
         self._signer = greetings.signer_of(member_token(options.token_file))
@@ -426,6 +427,12 @@ CLASSES = {
     "bootstrap_server": KvxferBootstrapServer,
 }
 """By SGLang's `KVClassType`."""
+
+
+def resolved(server_args: Any) -> SimpleNamespace:
+    """All of SGLang's server arguments, as they are resolved."""
+    view = resolving_view(server_args)
+    return SimpleNamespace(**{name: getattr(view, name) for name in type(server_args).__struct_fields__})
 
 
 def has_plain_pages() -> bool:

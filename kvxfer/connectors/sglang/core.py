@@ -100,7 +100,7 @@ class TransportCore:
             token=token_beside(options.coordinator_cert_file, options.token_file),
             config=options.agent_config(),
         )
-        self._pools = pools.register(self._agent, memory, record, options.checksum)
+        self._pools = pools.register(self._agent, memory, _without_facts(record), options.checksum)
         self._runtime = Runtime(self._agent, self._serve)
         self._outbox = Outbox(self._agent, unknown_s=MEET_S)
         self._dropped = RateLimitedWarning(log, "%s said what is no message: %s")
@@ -163,7 +163,7 @@ class TransportCore:
 
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are computed with other or unknown weights from now on. From any thread."""
-        self._runtime.call(self._pools.describe, record)
+        self._runtime.call(self._pools.describe, _without_facts(record))
 
     def come_round(self, *, is_paused: bool) -> None:
         """The engine's loop comes round, in a pause or not. From the loop's thread, at any rate."""
@@ -250,6 +250,11 @@ class TransportCore:
             with contextlib.suppress(KvxferError):
                 farewells.append(self._agent.notify(agent_id, encode(Left("the engine ends"))))
         return farewells
+
+
+def _without_facts(record: CompatibilityRecord) -> CompatibilityRecord:
+    """As pools have it: ranks name a difference when they introduce themselves, and metadata lists many pools."""
+    return dataclasses.replace(record, facts="")
 
 
 async def _heard(delivery: Delivery) -> None:

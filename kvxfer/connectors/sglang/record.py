@@ -7,21 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, config_fingerprint, unknown
+from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, unknown
 from kvxfer.connectors.common.weights import PENDING
+from kvxfer.connectors.sglang.facts import facts_of
 from kvxfer.connectors.sglang.limits import LOCAL_FORMATS, load_formats, shortened
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.views import neutral
 from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.layout.tp_sharding import tp_heads
+from kvxfer.protocol.facts import digest_of, facts_text
 from kvxfer.types import CompatibilityRecord
 
 CUT_MAX = 2048
 """The most buffers of a shape: a shape of more is too long for a message between engines (:mod:`.greetings`)."""
 NHD = "nhd"
 """The packing of pages whose shape is known: tokens, heads, dimensions."""
-FACTS = ("quantization", "json_model_override_args", "speculative_algorithm", "kv_cache_dtype", "model_impl")
-"""Settings of SGLang that change KV and stand in no model's config."""
 
 
 def make_record(
@@ -30,9 +30,10 @@ def make_record(
     """The record of one rank, with unknown weights, because they are still being read. ``arguments``: SGLang's server
     arguments, resolved; ``model``: its ModelConfig. If the ``shape`` of the pages is known, the two engines compare
     shapes, and may differ in layers, heads and tokens of a page. So the record leaves those out."""
+    facts = facts_of(arguments, model)
     record = CompatibilityRecord(
         model=",".join(getattr(model.hf_config, "architectures", None) or ()),
-        config_fingerprint=config_fingerprint(model.hf_config.to_dict(), facts_of(arguments)),
+        config_fingerprint=digest_of(facts),
         weights_fingerprint=unknown(PENDING),
         dtype=str(kv_args.kv_cache_dtype_str),
         layers=len(kv_args.kv_data_ptrs),
@@ -45,6 +46,7 @@ def make_record(
         attention_backend=str(arguments.attention_backend),
         tp_rank=0 if is_mla else int(kv_args.engine_rank) % tp_size,
         tp_size=1 if is_mla else tp_size,
+        facts=facts_text(facts),
     )
     return record if shape is None else neutral(record, layers=0, block_tokens=0, packing=NHD)
 
@@ -84,11 +86,6 @@ def shape_of(
         return KvShape(numbers, names, sizes, tokens, rank, tp_size, heads)
     except (InvalidArgumentError, ConfigError):
         return None
-
-
-def facts_of(arguments: Any) -> dict[str, Any]:
-    """The settings of FACTS that this version of SGLang has, and that are neither empty nor off."""
-    return {name: value for name in FACTS if (value := getattr(arguments, name, None)) and value not in ("auto", "{}")}
 
 
 def models_of(arguments: Any) -> Callable[[], list[ModelName]]:
