@@ -15,6 +15,8 @@ from kvxfer.errors import ProtocolError
 
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which no client takes for an event."""
 EVENT_BYTES_MAX = 1 << 20
 CR, LF = 0x0D, 0x0A
 _LINE_END = re.compile(rb"[\r\n]")

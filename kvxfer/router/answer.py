@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer.openai.sse import CONTENT_TYPE, encode_object
+from kvxfer.openai.sse import CONTENT_TYPE, KEEP_ALIVE, encode_object
 from kvxfer.router import headers
 from kvxfer.router.account import RequestAccount
 from kvxfer.router.apis import StreamStyle
@@ -52,7 +52,21 @@ class ClientAnswer:
         """The same for whole chunks of HTTP/1.1, where the answer has such."""
         self.status = 0
         self.bytes_written = 0
-        """Of a whole body. What a stream has is for its writer to count here."""
+        """What was written, but for that of ``relayed``."""
+        self.relayed: Callable[[], int] = int
+        """The bytes of the stream that runs now."""
+        self.is_begun = False
+        """Whether the client has some of the answer, and not only its head or keep-alives: from then on no other
+        worker can be asked."""
+
+    @property
+    def progress(self) -> int:
+        """Bytes that the client was sent so far, without the router's own keep-alives."""
+        return self.bytes_written + self.relayed()
+
+    def count_relayed(self) -> None:
+        """The stream that ran is over."""
+        self.bytes_written, self.relayed = self.progress, int
 
     @property
     def is_started(self) -> bool:
@@ -74,19 +88,32 @@ class ClientAnswer:
             head.append((headers.ACCOUNT_BYTES, self.account.header()))
         if status in RETRY_AFTER_STATUS:
             head.append((headers.RETRY_AFTER.encode(), b"%d" % self.retry_after_s))
-        self.status = status
+        self.status, self.is_begun = status, True
         self.bytes_written += len(content)
         self._exchange.respond(status, head, content)
 
-    def start_stream(self, extra: Headers = ()) -> None:
-        """The head of a stream of events."""
-        self.status = 200
-        self._exchange.start(200, [*_STREAM_HEAD, *self._common, *extra])
+    def open_stream(self, extra: Headers = ()) -> None:
+        """The head of a stream of events, unless it was sent. It says nothing of how the request ends."""
+        if not self.is_started:
+            self.status = 200
+            self._exchange.start(200, [*_STREAM_HEAD, *self._common, *extra])
+
+    def begin_stream(self, extra: Headers = ()) -> None:
+        """As :meth:`open_stream`; some of the answer follows."""
+        self.open_stream(extra)
+        self.is_begun = True
 
     def start(self, status: int, fields: Headers) -> None:
         """The head of an answer of any kind; its bytes follow by ``write``."""
         self.status = status
         self._exchange.start(status, [*fields, *self._common])
+
+    def keep_alive(self, extra: Headers = ()) -> None:
+        """A comment, after the head of the stream: nothing for the client, and a keep-alive for what is between. Not
+        where the client reads too slowly anyway."""
+        if not (self.is_ended or self._exchange.is_paused):
+            self.open_stream(extra)
+            self._exchange.write(KEEP_ALIVE)
 
     def account_comment(self) -> bytes:
         """What stands before the last event of a stream."""

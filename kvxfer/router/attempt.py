@@ -25,7 +25,7 @@ from typing import Any
 from kvxfer.openai.sse import CONTENT_TYPE, Event
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.place import Placement
-from kvxfer.router import failure, headers
+from kvxfer.router import failure
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
@@ -138,8 +138,7 @@ class Attempt:
                 return self._failed(reason)
             return RequestOutcome.DISCONNECTED
         finally:
-            if self._relay is not None:
-                self._answer.bytes_written += self._relay.bytes_passed
+            self._answer.count_relayed()
             if self._prefill is not None and self._merger.account:
                 self._core.history.transferred(self._prefill.agent_id, self._decode.agent_id, self._merger.account)
             self._answer.on_client_gone(None)
@@ -194,7 +193,7 @@ class Attempt:
         """D may have failed because P is gone, and noticed it first. P's own leg fails within moments then, which ends
         the attempt (``_on_prefill_end``)."""
         task = self._prefill_task
-        if task is not None and not (task.done() or self._dialect.recovers or self._answer.is_started):
+        if task is not None and not (task.done() or self._dialect.recovers or self._answer.is_begun):
             self._decode_has_failed = True
             await asyncio.wait({task}, timeout=LOST_PREFILLER_WAIT_S)
 
@@ -255,6 +254,7 @@ class Attempt:
                 raise LegFailed(failure.malformed(Part.DECODE, "not an event stream"))
             relay = StreamRelay(
                 inbound.api.style,
+                open=lambda: self._answer.open_stream(self._record.head()),
                 begin=self._begin_stream,
                 write=self._answer.write,
                 write_chunks=self._answer.chunk_writer,
@@ -263,6 +263,7 @@ class Attempt:
                 before_end=bytes if self._answer.account is None else self._tell_account,
             )
             self._relay = relay
+            self._answer.relayed = lambda: relay.bytes_passed
             self._answer.throttle(response.pause, response.resume)
             with failure.of_upstream(Part.DECODE):
                 await response.pipe(relay.feed, relay.take)
@@ -283,9 +284,9 @@ class Attempt:
         self._claims[Part.DECODE].succeeded()
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
-        self._core.metrics.first_byte(self._prefill_at(), now_s - self._inbound.arrived_s)
+        self._core.metrics.first_byte(self._record.prefill_at, now_s - self._inbound.arrived_s)
         self._core.history.first_byte(now_s, now_s - self._inbound.arrived_s)
-        self._answer.start_stream(self._head())
+        self._answer.begin_stream(self._record.head())
 
     def _edit(self, event: Event) -> bytes | None:
         """The event with what the router adds. P's own words are waited for, once, by the stream's end."""
@@ -318,7 +319,7 @@ class Attempt:
             await self._hear_prefill()
             content = self._merger.body(content, self._account(), self._prefilled())
         self._hear_workers()
-        self._answer.json(200, content, self._head())
+        self._answer.json(200, content, self._record.head())
         self._pair_worked()
         return RequestOutcome.OK
 
@@ -330,7 +331,7 @@ class Attempt:
         """The attempt is over. Where the client has some of the answer already, the stream is ended here."""
         if self.failed_part is Part.DECODE:
             self._note(Part.DECODE, self._decode, ended)
-        if not self._answer.is_started:
+        if not self._answer.is_begun:
             return ended
         if self._relay is not None and self._relay.is_waiting:
             self._relay.go_on(at_last=True)
@@ -388,7 +389,7 @@ class Attempt:
 
     def _on_prefill_end(self, ended: Prefilled | Failure) -> None:
         self._prefill_end = ended
-        if not isinstance(ended, Failure) or self._answer.is_started:
+        if not isinstance(ended, Failure) or self._answer.is_begun:
             return
         if self._decode_has_failed and not ended.is_of_gone:
             return
@@ -402,7 +403,7 @@ class Attempt:
             self._watch(self._prefill, self._timer.cancel)
 
     def _prefiller_outlives(self, ended: Failure) -> None:
-        if not self._answer.is_started:
+        if not self._answer.is_begun:
             self.failed_part = Part.PREFILL
             self._interrupts.interrupt(ended)
 
@@ -483,13 +484,3 @@ class Attempt:
         elif ended is not None:
             account |= ended.account()
         return account
-
-    def _prefill_at(self) -> str:
-        return "local" if self._prefill is None else "remote"
-
-    def _head(self) -> list[tuple[bytes, bytes]]:
-        return [
-            (headers.PREFILL_BYTES, self._prefill_at().encode()),
-            (headers.PREFILL_REASON_BYTES, self._record.alone_for or self._placement.reason.value.encode()),
-            (headers.ATTEMPT_BYTES, b"%d" % self._number),
-        ]

@@ -8,6 +8,7 @@ It must never know HTTP servers: the answer takes bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import secrets
@@ -27,6 +28,7 @@ from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, dialect
 from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
+from kvxfer.router.keepalive import keeping_alive
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
 from kvxfer.types import AgentRef, Member
@@ -60,7 +62,8 @@ class Dispatcher:
         timeout_s = self._core.options.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s - (self._core.now() - inbound.arrived_s)):
-                return await self._try(inbound, answer, record)
+                with self._keeping_alive(inbound, answer, record):
+                    return await self._try(inbound, answer, record)
         except TimeoutError:
             error = DeadlineExceededError(f"request_timeout_s {timeout_s:g} passed")
             await answer.give_up(status_for(error), error_body(error))
@@ -73,6 +76,14 @@ class Dispatcher:
             record.code = error.code
             answer.fail(status_for(error), error_body(error))
             return RequestOutcome.UNAVAILABLE
+
+    def _keeping_alive(
+        self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord
+    ) -> contextlib.AbstractContextManager[None]:
+        every_s = self._core.options.keepalive_s
+        if not inbound.stream or not every_s:
+            return contextlib.nullcontext()
+        return keeping_alive(every_s, lambda: answer.progress, lambda: answer.keep_alive(record.head()))
 
     async def _try(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
         inbound = self._with_model(inbound)

@@ -81,6 +81,9 @@ class RouterOptions(ServingLimits):
         600.0, "longest time from a request's last byte to its answer's first, its wait in the worker's queue included"
     )
     token_timeout_s: float = _option(60.0, "longest time between two pieces of a stream")
+    keepalive_s: float = _option(
+        0.0, "longest silence towards the client of a stream: a comment is sent then, before its answer too; 0: none"
+    )
     failures_to_eject: int = _option(3, "failed requests in a row after which a worker is ejected")
     eject_base_s: float = _option(0.25, "how long an ejected worker is left alone before it is probed, the first time")
     eject_cap_s: float = _option(5.0, "how long an ejected worker is left alone before it is probed, at most")
@@ -152,6 +155,8 @@ class RouterOptions(ServingLimits):
             *("eject_base_s", "eject_cap_s", "slow_start_s", "probe_s"),
         ):
             check_positive(name, getattr(self, name), maximum=86400.0)
+        if not 0 <= self.keepalive_s <= 3600.0:
+            raise ConfigError(f"keepalive_s must be 0 to 3600, not {self.keepalive_s}")
         check_positive("connect_timeout_s", self.connect_timeout_s, maximum=30.0)
         check_positive("shutdown_grace_s", self.shutdown_grace_s, maximum=3600.0)
         check_positive("max_inflight", self.max_inflight, maximum=1 << 20)

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from kvxfer.policy.place import Placement
+from kvxfer.router import headers
 from kvxfer.router.account import RequestAccount
 from kvxfer.router.history import TEXT_MAX, Decision, History
 from kvxfer.router.inbound import Inbound
@@ -52,6 +53,21 @@ class RequestRecord:
     """None where neither its spans are exported nor its client asks for its account."""
     account: RequestAccount | None = None
     """Where its client asks for it."""
+
+    @property
+    def prefill_at(self) -> str:
+        """Where the prompt is computed, as far as the last placement says."""
+        return "local" if self.placement is None or self.placement.prefill is None else "remote"
+
+    def head(self) -> list[tuple[bytes, bytes]]:
+        """What the answer's head says of the last placement; nothing before the first."""
+        if self.placement is None:
+            return []
+        return [
+            (headers.PREFILL_BYTES, self.prefill_at.encode()),
+            (headers.PREFILL_REASON_BYTES, self.alone_for or self.placement.reason.value.encode()),
+            (headers.ATTEMPT_BYTES, b"%d" % self.attempts),
+        ]
 
     def looked_at(self, inbound: Inbound) -> None:
         """Its body is a request."""

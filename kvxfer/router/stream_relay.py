@@ -1,9 +1,9 @@
 """Passes one worker's stream of events to the client: bytes as they came, whole events only.
 
 Decides what has to be looked at. Until the first event with some of the answer it looks at all, and holds them back, so
-that a worker that fails before can be replaced. From then on a chunk of whole events in which no mark occurs passes
-unread; marks stand in errors, in the last event, and in what the router adds to. It must never know workers, legs or
-HTTP.
+that a worker that fails before can be replaced. Keep-alives (comments, pings) are no answer: they pass at once. From
+then on a chunk of whole events in which no mark occurs passes unread; marks stand in errors, in the last event, and in
+what the router adds to. It must never know workers, legs or HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvxfer.router.apis import StreamStyle
 from kvxfer.router.failure import Failure, LegFailed
 
 HELD_EVENTS_MAX = 64
-"""So many events without an answer are an answer."""
+"""So many events without an answer are an answer; keep-alives are not among them."""
 WHAT = "decode"
 
 
@@ -31,9 +31,10 @@ def _chunks_without(marks: tuple[bytes, ...]) -> _core.EventChunks:
 class StreamRelay:
     """Of one attempt: :meth:`feed` takes what the worker sends, :meth:`end` its end.
 
-    ``begin`` is called before the first ``write``. ``write_chunks`` gives what writes chunks of HTTP/1.1, frames
-    included, or None where the client's answer is framed otherwise. ``edit`` gives the bytes of an event that has one
-    of ``edit_marks``, or None where it cannot yet: then that event and those after it wait for :meth:`go_on`.
+    ``open`` is called before a keep-alive is written, ``begin`` before the first event. ``write_chunks`` gives what
+    writes chunks of HTTP/1.1, frames included, or None where the client's answer is framed otherwise. ``edit`` gives
+    the bytes of an event that has one of ``edit_marks``, or None where it cannot yet: then that event and those after
+    it wait for :meth:`go_on`.
     ``before_end`` gives the bytes that go before the event that ends the stream, or None likewise.
     """
 
@@ -41,6 +42,7 @@ class StreamRelay:
         self,
         style: StreamStyle,
         *,
+        open: Callable[[], None] = lambda: None,
         begin: Callable[[], None],
         write: Callable[[bytes], None],
         write_chunks: Callable[[], Callable[[bytes], None] | None] = lambda: None,
@@ -49,6 +51,7 @@ class StreamRelay:
         before_end: Callable[[], bytes | None] = bytes,
     ) -> None:
         self._style = style
+        self._open = open
         self._begin = begin
         self._write = write
         self._edit = edit
@@ -70,7 +73,7 @@ class StreamRelay:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was passed on."""
+        """Whether anything but keep-alives was passed on."""
         return self._has_begun
 
     @property
@@ -136,12 +139,20 @@ class StreamRelay:
             failed = self._style.failure(WHAT, event)
             if failed is not None:
                 raise LegFailed(failed)
-        self._held += events
-        if len(self._held) > HELD_EVENTS_MAX or any(self._style.has_content(event.data) for event in events):
-            held, self._held = self._held, []
+        alive = b"".join(event.raw for event in events if self._style.is_keepalive(event))
+        frames = [event for event in events if not self._style.is_keepalive(event)] if alive else events
+        has_content = any(self._style.has_content(event.data) for event in frames)
+        if has_content or len(self._held) + len(frames) > HELD_EVENTS_MAX:
+            held, self._held = [*self._held, *events], []
             self._has_begun = True
             self._begin()
             self._pass_on(held)
+            return
+        self._held += frames
+        if alive:
+            self._open()
+            self.bytes_passed += len(alive)
+            self._write(alive)
 
     def _pass_on(self, events: list[Event], *, at_last: bool = False) -> None:
         if self._waiting:

@@ -58,6 +58,10 @@ class ClientExchange(Protocol):
     def is_gone(self) -> bool:
         """Whether the client has left."""
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads more slowly than the answer is written."""
+
     def header(self, name: bytes) -> bytes | None:
         """The value of the first header ``name`` (lower case)."""
 

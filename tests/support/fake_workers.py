@@ -106,6 +106,11 @@ class FakeWorker:
         self.cut_after: int | None = None
         self.first_event: dict[str, Any] | None = None
         self.sends_done = True
+        self.signs: list[bytes] = []
+        """Keep-alives that a stream begins with."""
+        self.after_signs: asyncio.Event | None = None
+        self.cuts_after_signs = 0
+        """So many streams end behind them."""
         self.arrived = asyncio.Event()
         self.port = 1  # without a listener until it runs
         self.quit: Callable[[], None] = lambda: None
@@ -244,6 +249,13 @@ class FakeWorker:
     async def _stream(self, request: Received, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for sign in self.signs:
+            await send({"type": "http.response.body", "body": sign, "more_body": True})
+        if self.after_signs is not None:
+            await self.after_signs.wait()
+        if self.cuts_after_signs:
+            self.cuts_after_signs -= 1
+            raise Cut
         for event in self._events(request):
             await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.sleep(self.delay_s)

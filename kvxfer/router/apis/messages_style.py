@@ -14,10 +14,11 @@ from kvxfer.openai.errors import INVALID_REQUEST
 from kvxfer.openai.scanner import Kind
 from kvxfer.openai.sse import Event, encode_object
 from kvxfer.router import failure
-from kvxfer.router.apis.style import scanned, text_of
+from kvxfer.router.apis.style import is_comment, scanned, text_of
 from kvxfer.router.failure import Failure
 
-FRAMES = frozenset({"message_start", "content_block_start", "ping"})
+PING = "ping"
+FRAMES = frozenset({"message_start", "content_block_start", PING})
 END = "message_stop"
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _OVERLOADED = frozenset({"overloaded_error", "rate_limit_error"})
@@ -42,6 +43,13 @@ class MessagesStyle:
             return True
         kind = text_of(scan, "type")
         return kind not in FRAMES or (kind == "content_block_start" and b'"tool_use"' in data)
+
+    def is_keepalive(self, event: Event) -> bool:
+        """Also a ping: Anthropic's clients take one at any time."""
+        if b'"ping"' not in event.data:
+            return is_comment(event)
+        scan = scanned(event.data)
+        return scan is not None and text_of(scan, "type") == PING
 
     def is_end(self, event: Event) -> bool:
         if b"message_stop" not in event.data:

@@ -14,7 +14,7 @@ from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvxfer.openai.scanner import Kind
 from kvxfer.openai.sse import DONE, Event, encode_event
 from kvxfer.router import failure
-from kvxfer.router.apis.style import scanned
+from kvxfer.router.apis.style import is_comment, scanned
 from kvxfer.router.failure import Failure, FailureKind
 
 _ABORT = b'"abort"'
@@ -44,6 +44,9 @@ class OpenAiStyle:
             )
         except (ValueError, RecursionError, TypeError, AttributeError):
             return True
+
+    def is_keepalive(self, event: Event) -> bool:
+        return is_comment(event)
 
     def is_end(self, event: Event) -> bool:
         return event.is_done

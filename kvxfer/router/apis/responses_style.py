@@ -13,7 +13,7 @@ from kvxfer.openai.errors import SERVER_ERROR
 from kvxfer.openai.scanner import Kind
 from kvxfer.openai.sse import Event, encode_object
 from kvxfer.router import failure
-from kvxfer.router.apis.style import scanned, text_of
+from kvxfer.router.apis.style import is_comment, scanned, text_of
 from kvxfer.router.failure import Failure
 
 FRAMES = frozenset(
@@ -47,6 +47,9 @@ class ResponsesStyle:
             return False
         scan = scanned(data)
         return scan is None or text_of(scan, "type") not in FRAMES
+
+    def is_keepalive(self, event: Event) -> bool:
+        return is_comment(event)
 
     def is_end(self, event: Event) -> bool:
         """Also ``[DONE]``, which some engines write behind the last event."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kvxfer.openai import scanner
 from kvxfer.openai.scanner import Kind, Scan
-from kvxfer.openai.sse import Event
+from kvxfer.openai.sse import LATE_LF, Event
 from kvxfer.router.failure import Failure
 
 EVENT_FIELDS = scanner.Fields(["choices", "error", "type", "response", "code", "message", "meta_info", "delta"])
@@ -31,6 +31,10 @@ class StreamStyle(Protocol):
         """Whether an event with these data has some of the answer, not only its frame (the role, a start, a ping). A
         frame may be thrown away and the request tried elsewhere. What cannot be read counts as content."""
 
+    def is_keepalive(self, event: Event) -> bool:
+        """Whether an event only keeps the connection alive: a comment, a ping. It has no place among the others, so
+        that it may pass before those that are held back."""
+
     def is_end(self, event: Event) -> bool:
         """Whether the stream is whole with this event."""
 
@@ -43,6 +47,11 @@ class StreamStyle(Protocol):
 
     def error_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """``body`` as this API's whole answer to a request that failed."""
+
+
+def is_comment(event: Event) -> bool:
+    """Whether an event has no data. The late end of the event before is not one of its own."""
+    return not event.data and event is not LATE_LF
 
 
 def scanned(data: bytes) -> Scan | None:
