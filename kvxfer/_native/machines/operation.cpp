@@ -1,6 +1,7 @@
 #include "operation.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -26,6 +27,7 @@ void Operation::session_up(SessionId session, bool is_mapped, Nanos now, Effects
   session_ = session;
   is_mapped_ = is_mapped;
   dials_failed_ = 0;
+  is_plainly_refused_ = false;
   unreachable_code_ = Code::peer_gone;
   unreachable_text_.clear();
   heard_at_ = now;
@@ -50,7 +52,10 @@ void Operation::dial_failed(Code code, const std::string& text, Nanos now, Effec
   if (is_final(state_) || session_ != 0) return;
   // A Unix socket that refuses us will go on refusing; an owner that does not know us yet will learn of us.
   const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
-  if (code == Code::no_lane || (is_closed_to_us && lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
+  // What a peer says of encryption it says without any. A machine on the way can say it too, or spoil the question, so once proves nothing.
+  const bool is_unproven = code == Code::no_lane && session_kind(lane()) == SessionKind::Tcp && !std::exchange(is_plainly_refused_, true);
+  const bool has_no_session = code == Code::no_lane && !is_unproven;
+  if (has_no_session || (is_closed_to_us && lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
   unreachable_text_ = ": " + text;
   if (now - unreachable_since_ >= limits_.reconnect_ns) {
@@ -73,6 +78,7 @@ void Operation::leave_lane(Nanos now, Effects& out) {
   dial_at_ = now;
   unreachable_since_ = now;
   futile_ = 0;
+  is_plainly_refused_ = false;
 }
 
 void Operation::next_lane(const std::string& why, Nanos now, Effects& out) {

@@ -120,6 +120,7 @@ class Operation {
 
  private:
   uint32_t dials_failed_ = 0;
+  bool is_plainly_refused_ = false;  // the last dial ended with no_lane
   uint32_t futile_ = 0;           // sessions in a row that were lost early, with nothing landed
   Nanos up_at_ = 0;
   Code unreachable_code_ = Code::peer_gone;  // of the last dial that failed
