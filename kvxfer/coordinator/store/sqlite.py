@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
-from kvxfer.coordinator.store.base import MemberRecord, NumberLine, StoreChange, readable
+from kvxfer.coordinator.store.base import AHEAD_MAX, MemberRecord, NumberLine, StoreChange, readable
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.types import AgentRef
 
@@ -25,6 +25,7 @@ log = logging.getLogger("kvxfer.coordinator")
 APPLICATION_ID = 0x6B767866
 """``kvxf``: what makes a sqlite file ours."""
 LOCK_WAIT_S = 1.0
+NEEDS = "the coordinator writes to this file and makes others beside it: let it, or name another place"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS numbers (only INTEGER PRIMARY KEY CHECK (only = 1), last INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
@@ -43,6 +44,7 @@ class SqliteStore:
     def __init__(self, path: pathlib.Path, wall_clock_us: int) -> None:
         """``wall_clock_us``: microseconds since 1970; where the file has no counter yet, it begins there."""
         self._path = path
+        self._number_max = wall_clock_us + AHEAD_MAX
         self._numbers = NumberLine(wall_clock_us)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-store")
         self._connection: sqlite3.Connection | None = None
@@ -54,7 +56,7 @@ class SqliteStore:
         except sqlite3.Error as error:
             raise ConfigError(self._why_not(error)) from None
         except OSError as error:
-            raise ConfigError(f"the store {self} cannot be opened: {error.strerror}") from None
+            raise ConfigError(f"the store {self} cannot be opened: {error.strerror}; {NEEDS}") from None
 
     def _open(self) -> None:
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -74,7 +76,7 @@ class SqliteStore:
             for statement in SCHEMA.split(";"):
                 connection.execute(statement)
             connection.execute("INSERT OR IGNORE INTO numbers VALUES (1, ?)", (self._numbers.last,))
-            self._numbers.stored(connection.execute("SELECT last FROM numbers").fetchone()[0])
+            self._numbers.stored(self._last_number(connection))
             connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -89,11 +91,20 @@ class SqliteStore:
 
     async def next_number(self) -> int:
         def ask(connection: sqlite3.Connection) -> int:
-            number = self._numbers.above(connection.execute("SELECT last FROM numbers").fetchone()[0])
+            number = self._numbers.above(self._last_number(connection))
             connection.execute("UPDATE numbers SET last = ?", (number,))
             return number
 
         return await self._run(ask)
+
+    def _last_number(self, connection: sqlite3.Connection) -> int:
+        """The counter in the file. Raises sqlite3.DatabaseError for what no coordinator wrote: in a file that is
+        damaged it may be of any type, or absent."""
+        row = connection.execute("SELECT last FROM numbers").fetchone()
+        if row is None or type(row[0]) is not int or not 0 <= row[0] <= max(self._number_max, self._numbers.last):
+            found = "absent" if row is None else f"{row[0]!r:.60}"
+            raise sqlite3.DatabaseError(f"its counter of incarnations is {found}, or this machine's clock is wrong")
+        return int(row[0])
 
     async def admit_number(self, number: int) -> None:
         if not self._numbers.admit(number):
@@ -169,6 +180,10 @@ class SqliteStore:
             return f"the store {self} is in use by another coordinator: a sqlite store has one"
         if name.startswith("SQLITE_FULL"):
             return f"the store {self} cannot be written: the disk is full"
+        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
+            return f"the store {self} cannot be written ({error}); {NEEDS}"
+        if name in ("SQLITE_ERROR", "SQLITE_SCHEMA", "SQLITE_CONSTRAINT_NOTNULL"):
+            return f"the store {self} has tables of another version ({error}); move it away to begin without members"
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or (not name and isinstance(error, sqlite3.Error)):
             return f"the store {self} is damaged or no database ({error}); move it away to begin without members"
         return f"the store {self} cannot be used: {error}"
