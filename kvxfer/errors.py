@@ -18,6 +18,7 @@
     │   ├── RefusedError                 the peer declined, with its reason
     │   ├── AuthenticationError    token, certificate or session proof did not match
     │   ├── ForbiddenError               the caller is known, and may not do that
+    │   ├── MembershipEndedError         this agent itself is no member of its cluster any more
     │   ├── ProtocolError       bytes that the protocol does not allow
     │   ├── OverloadedError              the peer's bound is reached; try later or elsewhere
     │   └── NoWorkerError                no live worker can take the part
@@ -148,6 +149,17 @@ class ForbiddenError(PeerError):
     """The other side knows the caller by its certificate, and its role or name does not allow the call."""
 
     code = "forbidden"
+
+
+class MembershipEndedError(PeerError):
+    """The coordinator has this agent as a member no longer: its certificate was revoked, its token or its role is not
+    accepted, or another incarnation has its name. So its peers do not know it: the text says which, and what failed.
+
+    Retryable: another agent may do the same.
+    """
+
+    code = "membership_ended"
+    retryable = True
 
 
 class ProtocolError(PeerError):

@@ -55,9 +55,9 @@ log = logging.getLogger("kvxfer.agent")
 
 class Agent(AgentMemory):
     """An async context manager, bound to the loop that entered it. Any thread may call :meth:`grant`, :meth:`pull`,
-    :meth:`ask`, :meth:`report_load`, :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`,
-    :meth:`statistics` and the methods of a Grant. Any thread but the loop's may call :meth:`progress`. Everything else
-    belongs to the loop.
+    :meth:`ask`, :meth:`explain`, :meth:`report_load`, :meth:`export_metadata`, :meth:`find_member`,
+    :meth:`is_connected`, :meth:`statistics` and the methods of a Grant. Any thread but the loop's may call
+    :meth:`progress`. Everything else belongs to the loop.
 
     With a coordinator an agent finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers
     that :meth:`connect_peer` named and, with ``discovery``, those that :meth:`add_remote_agent` added or that dialed
@@ -134,6 +134,7 @@ class Agent(AgentMemory):
             self._runtime.start()
             if session is not None:
                 self._runtime.peers.ask = session.ask
+                self._runtime.peers.own_end = lambda: session.own_end
                 self._runtime.peers.coordinator_is(session.is_connected)
                 self._runtime.peers.apply(session.membership)
                 session.set_pools(self._pools.published)
@@ -172,6 +173,11 @@ class Agent(AgentMemory):
     def is_connected(self, agent_id: str) -> bool:
         """Whether a session with the newest incarnation of that name is up. From any thread."""
         return (member := self.find_member(agent_id)) is not None and self._open().transport.is_connected(member.ref)
+
+    def explain(self, error: KvxferError) -> KvxferError:
+        """``error``, of a peer that seems gone; or MembershipEndedError where this agent itself is no member any more,
+        which looks the same. From any thread."""
+        return error if self._runtime is None else self._runtime.peers.explain(error)
 
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
         """Wait until an agent of that name is known and has a pool. With ``incarnation`` only that incarnation counts,
@@ -298,8 +304,8 @@ class Agent(AgentMemory):
 
         A wrong call raises here: InvalidArgumentError, BlocksBusyError, LimitExceededError. Awaiting the transfer
         raises what went wrong with the peer: IncompatibleError (names the field; not a byte moved),
-        LaneUnavailableError, PeerGoneError, CoordinatorUnavailableError, GrantGoneError's kinds, RefusedError,
-        DeadlineExceededError.
+        LaneUnavailableError, PeerGoneError, MembershipEndedError (this agent's own), CoordinatorUnavailableError,
+        GrantGoneError's kinds, RefusedError, DeadlineExceededError.
 
         An unknown ``source`` is waited for, at most 2 s, and only if the loop's thread calls. Until it is found the
         blocks are not reserved, so BlocksBusyError may come late. ``on_granted(transfer)`` is called when the grant

@@ -7,7 +7,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 from kvxfer._native import _core
@@ -42,7 +42,8 @@ class NotificationStatistics:
 
 class Delivery:
     """What :meth:`Agent.notify` returns. Awaiting it waits until the receiver's agent has the notification. Raises
-    PeerGoneError if that incarnation ended first; it may have received the notification or not."""
+    PeerGoneError if that incarnation ended first, and MembershipEndedError if this agent did; it may have received the
+    notification or not."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receiver: AgentRef) -> None:
         self.receiver = receiver
@@ -69,6 +70,8 @@ class Notifications:
         self._arrived = asyncio.Event()
         self._deliveries: dict[tuple[AgentRef, int], Delivery] = {}
         self._is_closed = False
+        self.explain: Callable[[KvxferError], KvxferError] = lambda error: error
+        """What the sender of a notification is told in place of the transport's error."""
         self._sent = self._delivered = self._failed = self._received = self._dropped = 0
 
     def sent(self, sequence: int, delivery: Delivery) -> None:
@@ -88,9 +91,8 @@ class Notifications:
         error = None
         if isinstance(event, _core.NotifFailed):
             self._failed += 1
-            error = from_code(
-                event.code.name, f"notification {event.seq} to {read_ref(event.receiver)} was not confirmed"
-            )
+            text = f"notification {event.seq} to {read_ref(event.receiver)} was not confirmed"
+            error = self.explain(from_code(event.code.name, text))
         else:
             self._delivered += 1
         if delivery is not None:

@@ -18,11 +18,13 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from kvxfer.errors import (
+    AuthenticationError,
     ClosedError,
     CoordinatorUnavailableError,
     InvalidArgumentError,
     KvxferError,
     LimitExceededError,
+    MembershipEndedError,
     PeerGoneError,
 )
 from kvxfer.patience import timeout_while_running
@@ -36,6 +38,8 @@ DISCOVERED_MAX = 1024
 """Discovered incarnations that are remembered."""
 NOWHERE = DataAddress("", 0, "", "")
 """The address of an incarnation that is reached only over the sessions that it opens."""
+SEEMS_GONE = (PeerGoneError, AuthenticationError, CoordinatorUnavailableError)
+"""What a peer that does not know this agent looks like."""
 GONE_MAX = 4096
 """Incarnations remembered that are gone, and are not admitted again."""
 
@@ -59,6 +63,8 @@ class Peers:
         """Whether the coordinator is heard; ``None`` where there is none."""
         self.ask: Callable[[str], None] | None = None
         """Has the coordinator tell of an agent: in a big cluster it tells only of those that were asked for."""
+        self.own_end: Callable[[], MembershipEndedError | None] = lambda: None
+        """That this agent itself is no member any more, as the coordinator said last."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda member: member.ref))
@@ -174,7 +180,8 @@ class Peers:
         return member
 
     def get(self, agent_id: str) -> Member:
-        """As :meth:`find`; raises PeerGoneError or CoordinatorUnavailableError where there is none."""
+        """As :meth:`find`; raises PeerGoneError, CoordinatorUnavailableError or MembershipEndedError where there is
+        none."""
         member = self.find(agent_id)
         if member is None:
             raise self.unknown(agent_id)
@@ -188,10 +195,17 @@ class Peers:
         if self.ask is not None:
             self.ask(agent_id)
         if self.coordinator_state is False:
-            return CoordinatorUnavailableError(
+            error = CoordinatorUnavailableError(
                 f"agent {agent_id!r} is not known here, and the coordinator cannot be asked"
             )
-        return PeerGoneError(f"no agent {agent_id!r} is known")
+            return self.explain(error)
+        return self.explain(PeerGoneError(f"no agent {agent_id!r} is known"))
+
+    def explain(self, error: KvxferError) -> KvxferError:
+        """``error`` or, where a peer seems gone because this agent itself is no member any more, that. From any
+        thread."""
+        own_end = self.own_end() if isinstance(error, SEEMS_GONE) else None
+        return error if own_end is None else MembershipEndedError(f"{own_end}; {error}")
 
     async def wait(
         self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
@@ -200,7 +214,8 @@ class Peers:
         pool of it). ``incarnation``: only that incarnation counts.
 
         Raises PeerGoneError after ``timeout_s`` in which this process ran, and at once if no coordinator could tell or
-        a later incarnation is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
+        a later incarnation is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached, or
+        MembershipEndedError if that has ended this agent.
         """
         if self.ask is not None and self._find_incarnation(agent_id, incarnation) is None:
             self.ask(agent_id)
@@ -217,7 +232,7 @@ class Peers:
                     await self._next_change()
         except TimeoutError:
             if self._find_incarnation(agent_id, incarnation) is None:
-                raise PeerGoneError(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
+                raise self.explain(PeerGoneError(f"no agent {agent_id!r} joined within {timeout_s:g} s")) from None
             raise PeerGoneError(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
 
     def _find_incarnation(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:

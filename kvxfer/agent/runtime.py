@@ -46,6 +46,7 @@ class AgentRuntime:
         self.notifications = notifications
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
+        notifications.explain = self.peers.explain
         self.transfers = Transfers(transport, config, self.peers, counters, lambda: self.pump.drain())
         self.pump = EventPump(transport, self._on_event, self._fail, self.transfers.tell)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None

@@ -52,6 +52,7 @@ class Transfers:
         self.engine = TransferEngine(transport, config=config, drain=drain)
         self._transport = transport
         self._table = self.engine.transfers
+        self._table.explain = peers.explain
         self._lanes = self.engine.lanes
         self._peers = peers
         self._counters = counters

@@ -17,6 +17,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     KvxferError,
     LimitExceededError,
+    MembershipEndedError,
     NoWorkerError,
     OverloadedError,
     TransportError,
@@ -34,6 +35,7 @@ _STATUS: tuple[tuple[type[KvxferError], int], ...] = (
     (ClosedError, 503),
     (LimitExceededError, 503),
     (DeadlineExceededError, 504),
+    (MembershipEndedError, 502),
     (TransportError, 502),
 )
 

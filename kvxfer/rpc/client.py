@@ -20,7 +20,17 @@ import grpc.aio
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
-from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError, ProtocolError
+from kvxfer.errors import (
+    AuthenticationError,
+    ClosedError,
+    CoordinatorUnavailableError,
+    ForbiddenError,
+    KvxferError,
+    MembershipEndedError,
+    OverloadedError,
+    ProtocolError,
+    RefusedError,
+)
 from kvxfer.patience import timeout_while_running
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
@@ -103,6 +113,7 @@ class CoordinatorSession:
         self._attempts = 0
         self._heartbeats = 0
         self._last_error: KvxferError | None = None
+        self._own_end: MembershipEndedError | None = None
         self._leg_keys: tuple[bytes, ...] = ()
 
     async def start(self, timeout_s: float = 30.0) -> AgentRef:
@@ -161,6 +172,12 @@ class CoordinatorSession:
     def last_error(self) -> KvxferError | None:
         """Why the last attempt ended; ``None`` while connected."""
         return self._last_error
+
+    @property
+    def own_end(self) -> MembershipEndedError | None:
+        """That the coordinator has this agent as a member no longer, as it said last; ``None`` while it is one, or
+        nothing is known but that the coordinator is out of reach."""
+        return self._own_end
 
     @property
     def leg_keys(self) -> tuple[bytes, ...]:
@@ -258,6 +275,8 @@ class CoordinatorSession:
         if str(error) != str(self._last_error) and not self._leaving:
             log.warning("%s: %s", self._hello.info.agent_id, error)
         self._last_error = error
+        if self._ref is not None and isinstance(error, (AuthenticationError, ForbiddenError, RefusedError)):
+            self._own_end = MembershipEndedError(f"this agent, {self._ref}, is no member any more: {error}")
         passing = isinstance(error, (CoordinatorUnavailableError, OverloadedError))
         if self._ref is None and not passing and self._registered is not None and not self._registered.done():
             self._registered.set_exception(error)
@@ -314,7 +333,7 @@ class CoordinatorSession:
             )
         self._keep_leg_keys(convert.read_leg_keys(message.welcome))
         self._ref = ref
-        self._last_error = None
+        self._last_error = self._own_end = None
         self._backoff.reset()
         self._connected(True)
         if self._registered is not None and not self._registered.done():

@@ -257,7 +257,7 @@ class TransferBatch:
                     self._failed = event
                     self._cancel_rest()
                     text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
-                    self._end(state, self._cancel_error or from_code(event.code.name, text))
+                    self._end(state, self._cancel_error or self._table.explain(from_code(event.code.name, text)))
                 elif all(other is TransferState.COMMITTED for other in self._states.values()):
                     self._commit(event)
             self._make_callbacks()

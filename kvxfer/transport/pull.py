@@ -296,7 +296,7 @@ class Pull:
             self._settle(state, self._result(event, self._lane, self._begun))
         else:
             text = f"transfer {self.transfer_id}: {event.text}"
-            self._settle(state, self._end_with or from_code(event.code.name, text))
+            self._settle(state, self._end_with or self._table.explain(from_code(event.code.name, text)))
 
     def drained(self, event: _core.TransferDrained) -> None:
         if self._table.remove(event.id, self):

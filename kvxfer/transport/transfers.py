@@ -65,6 +65,8 @@ class TransferTable:
         """Guards this table and its handles. Reentrant: a signal handler may poll inside of a call."""
         self.failure: KvxferError | None = None
         """The error that ended the transport."""
+        self.explain: Callable[[KvxferError], KvxferError] = lambda error: error
+        """What a transfer's caller is told in place of the transport's error. From any thread."""
         self._drain = drain
         self._on_event = on_event
         self._handles: dict[bytes, Handle] = {}

@@ -277,7 +277,7 @@ class DestinationRooms:
                 if entry.is_over:
                     return
                 if time.monotonic() - leg.began_s >= MEET_S:
-                    raise PeerGoneError(f"no agent {leg.agent_id!r} is known")
+                    raise self._agent.explain(PeerGoneError(f"no agent {leg.agent_id!r} is known"))
                 await asyncio.sleep(MEET_LOOK_S)
             with self._lock:
                 if entry.is_over:

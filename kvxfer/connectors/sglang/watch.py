@@ -81,7 +81,7 @@ class Watch:
         for leg in legs:
             error = self._look_at(leg, now_s, gone)
             if error is not None:
-                self._on_gone(leg, error)
+                self._on_gone(leg, self._agent.explain(error))
         for ref in [ref for ref in self._asked if ref not in gone]:
             del self._asked[ref]
 

@@ -350,6 +350,8 @@ class PoolStore:
 
     def _lose(self, why: str) -> None:
         """The service is gone, or does not know this engine any more: no block is here until it is found again."""
+        error = self._agent.explain(PeerGoneError(why))
+        why = why if isinstance(error, PeerGoneError) else str(error)
         with self._lock:
             if self._peer is None:
                 return
@@ -361,7 +363,7 @@ class PoolStore:
         self._finds.clear()
         for ended in self._ends.values():
             if not ended.done():
-                ended.set_exception(PeerGoneError(why))
+                ended.set_exception(error)
 
     # --- the agent's loop: the service ---
 

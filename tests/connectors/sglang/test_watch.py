@@ -36,6 +36,9 @@ class FakeAgent:
     def is_connected(self, agent_id: str) -> bool:
         return self.connected
 
+    def explain(self, error: KvxferError) -> KvxferError:
+        return error
+
     def notify(self, agent_id: str, payload: bytes) -> asyncio.Future[None]:
         self.asked.append(asyncio.get_running_loop().create_future())
         return self.asked[-1]
