@@ -12,14 +12,19 @@ from typing import Any
 from kvxfer.load.artefacts import RunDirectory
 from kvxfer.load.conclude import JudgedRun, LoadResult, conclude, judge, limits_of
 from kvxfer.load.drive.start import StopFlag
-from kvxfer.load.execute import LoadPlan, OnProgress, execute
+from kvxfer.load.execute import LoadPlan, OnProgress, execute, offered_rate
+from kvxfer.load.offered import mean_rate, workload_from
 from kvxfer.load.options import GoalOptions, OutOptions
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions
-from kvxfer.load.seek import SoughtRate, check, seek
+from kvxfer.load.seek import SoughtRate, check, seek, warm_up
+from kvxfer.load.settle import WarmedUp
 from kvxfer.load.sweep import PointResult, SweepResult, sweep
 from kvxfer.load.sweep_points import PointKind, SweepOptions, SweepPoint
 from kvxfer.load.verdicts import RunVerdict
+
+ROUND_MAX = 100
+"""Requests of a round of warm-up before a point's one run."""
 
 
 @dataclasses.dataclass
@@ -28,6 +33,8 @@ class ComparedPoint:
 
     judged: list[JudgedRun] = dataclasses.field(default_factory=list)
     sought: SoughtRate | None = None
+    warmed: WarmedUp | None = None
+    """Before its one run; a search has its own."""
 
     @property
     def goodput_per_s(self) -> float | None:
@@ -68,9 +75,9 @@ class Comparison:
             if made.failure:
                 found.append(RunVerdict("point_failed", f"{made.point.name}: {made.failure.removesuffix('.')}.", True))
             if one is not None and one.sought is not None:
-                for verdict in (one.sought.verdict, *one.sought.findings):
-                    sentence = f"{made.point.name}: {verdict.sentence}"
-                    found.append(dataclasses.replace(verdict, sentence=sentence))
+                found += _named(made, [one.sought.verdict, *one.sought.findings])
+            elif one is not None and one.warmed is not None:
+                found += _named(made, one.warmed.findings)
         if self.result.is_interrupted:
             found.append(RunVerdict("interrupted", "The sweep was interrupted: points are missing.", True))
         return found
@@ -89,6 +96,17 @@ class Comparison:
             "goodput_per_s": one.goodput_per_s,
             **(one.sought.to_json() if one.sought is not None else {}),
         }
+
+
+def _named(made: PointResult, verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    return [dataclasses.replace(one, sentence=f"{made.point.name}: {one.sentence}") for one in verdicts]
+
+
+def warmed_for_a_run(plan: LoadPlan, **more: Any) -> WarmedUp:
+    """A service that was just started, at the rate of the run that comes; with no more requests than the run has."""
+    workload = workload_from(plan.workload)
+    rate = offered_rate(plan.workload) or mean_rate(workload) or 1.0
+    return warm_up(plan, rate, min(ROUND_MAX, len(workload.requests)), **more)
 
 
 def compare(
@@ -120,6 +138,7 @@ def compare(
             )
             one.judged = one.sought.judged
         else:
+            one.warmed = warmed_for_a_run(there, name=point.name, on_progress=progress(point.name), stop=stop)
             made = execute(there, name=point.name, point=point.coordinates, **common)
             one.judged = [judge(made, goal)]
             on_judged(one.judged[0])

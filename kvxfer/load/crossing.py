@@ -75,13 +75,20 @@ class CrossingPosterior:
         self._offset = np.log(target / self._whole / (1 - target / self._whole))
         prior = -0.5 * (np.log(steepness / STEEPNESS_MEDIAN) / STEEPNESS_SPREAD) ** 2
         self._prior = np.log(FAILING_WEIGHTS)[:, None, None] + prior[None, :, None] + np.zeros((1, 1, count))
-        self._served: list[Floats] = []
-        self._shares: list[tuple[float, float, int, float]] = []
+        self._served: dict[int, Floats] = {}
+        self._shares: dict[int, tuple[float, float, int, float]] = {}
+        """By the probe that said it."""
         self._known: tuple[Floats, Floats] | None = None
 
-    def note_share(self, rate: float, share: float, requests: int, effect: float) -> None:
+    def note_share(self, probe: int, rate: float, share: float, requests: int, effect: float) -> None:
         """At ``rate`` a ``share`` of ``requests`` was good, and so many of them say as much as an independent one."""
-        self._shares.append((rate, share, requests, effect))
+        self._shares[probe] = rate, share, requests, effect
+        self._known = None
+
+    def forget(self, probe: int) -> None:
+        """What a probe said counts no more."""
+        self._shares.pop(probe, None)
+        self._served.pop(probe, None)
         self._known = None
 
     @property
@@ -91,7 +98,7 @@ class CrossingPosterior:
         """
         weights = [
             (share * (1 - share) * requests * self._nearness(share, requests), effect)
-            for _, share, requests, effect in self._shares
+            for _, share, requests, effect in self._shares.values()
         ]
         total = EFFECT_WEIGHT + sum(weight for weight, _ in weights)
         return (EFFECT_WEIGHT * EFFECT_BEFORE + sum(weight * effect for weight, effect in weights)) / total
@@ -114,14 +121,14 @@ class CrossingPosterior:
         if self._known is not None:
             return self._known
         effect = self.design_effect
-        log = self._prior + sum(self._served, np.zeros(1))
-        for rate, share, requests, _ in self._shares:
+        log = self._prior + sum(self._served.values(), np.zeros(1))
+        for rate, share, requests, _ in self._shares.values():
             log = log + self._of_share(rate, share, requests / effect)
         weights = np.exp(log - log.max()).sum(axis=(0, 1))
         self._known = np.cumsum(weights), weights
         return self._known
 
-    def note_served(self, per_s: float, answers: int, doubt: float) -> None:
+    def note_served(self, probe: int, per_s: float, answers: int, doubt: float) -> None:
         """A backlog grew while so many answers per second were given, ``answers`` altogether. ``doubt`` is the
         probability that it did not grow.
         """
@@ -129,7 +136,7 @@ class CrossingPosterior:
         below = (math.log(per_s) - self._rates) / spread
         chance = 1 / (1 + np.exp(-np.clip(1.702 * below, -30, 30)))  # the normal distribution within .01
         self._known = None
-        self._served.append(np.log(doubt + (1 - doubt) * chance))
+        self._served[probe] = np.log(doubt + (1 - doubt) * chance)
 
     def quantile(self, share: float) -> float:
         """The rate below which the crossing is with that probability."""

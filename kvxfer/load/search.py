@@ -4,7 +4,7 @@ Each probe is a run at one rate, with a seed and a salt of its own, so that no p
 Rates are doubled or halved until one passed and one failed; then each probe is put where the crossing still can be, now
 a little below, now a little above it (``crossing`` says where that is). The search ends when the rate is known well
 enough, or when its probes are used up. A probe passes if its attainment is at least the target and its backlog does not
-grow.
+grow. Where a lower rate was clearly worse than a higher one, it is probed again (``contradictions``).
 
 Decides which rate is probed next, and what all probes say. It must never know how a probe is made: the caller runs it.
 """
@@ -20,7 +20,9 @@ import numpy as np
 
 from kvxfer.config import check_positive
 from kvxfer.errors import ConfigError
+from kvxfer.load.contradictions import DOUBTS_MAX, ProbedShare, doubted, outvoted
 from kvxfer.load.crossing import CrossingPosterior, RateBounds
+from kvxfer.load.intervals import wilson
 from kvxfer.load.judge import RunSummary, answered_within, summarize
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.run import LoadRun
@@ -45,6 +47,8 @@ LATE_STEP = 0.85
 stay below this share of it, unless a higher one was in time."""
 LATE_NEAR = 1.1
 """Rates that differ by less than this factor are about the same."""
+WIDE = 2.0
+"""Bounds whose upper one is above so many times the lower one hardly say a rate."""
 RANGE = 1024.0
 """A crossing is sought at most so far from the first rate, both ways."""
 
@@ -86,6 +90,11 @@ class SearchOptions:
             raise ConfigError("start_rate must be between rate_min and rate_max, and these must differ")
 
     @property
+    def warmup(self) -> int:
+        """Of each probe at most."""
+        return self.probe_warmup or -(-self.probe_requests // 5)
+
+    @property
     def lowest(self) -> float:
         return self.rate_min or self.start_rate / RANGE
 
@@ -121,6 +130,18 @@ class ProbeResult:
     """Its attainment is at least the target, its backlog does not grow, and it can be believed."""
     is_believed: bool
     """The generator was in time and the run complete."""
+    is_set_aside: bool = False
+    """It contradicts two others, and counts for nothing."""
+
+    @property
+    def counts(self) -> bool:
+        return self.is_believed and not self.is_set_aside
+
+    @property
+    def probed(self) -> ProbedShare:
+        independent = max(1.0, self.steadiness.effective_requests)
+        low, high = wilson(self.summary.attainment.share * independent, independent)
+        return ProbedShare(self.probe.number, self.probe.rate, low, high, self.passed)
 
     def to_json(self) -> dict[str, Any]:
         share = self.summary.attainment
@@ -135,6 +156,7 @@ class ProbeResult:
             "is_stationary": self.steadiness.is_stationary,
             "passed": self.passed,
             "is_believed": self.is_believed,
+            "is_set_aside": self.is_set_aside,
             "verdicts": [verdict.to_json() for verdict in self.verdicts],
         }
 
@@ -155,9 +177,16 @@ class SearchResult:
     reason: str
     """Stable name of why there is no rate, or why the search ended before its time; empty: there is one, in full."""
     sentence: str
+    contradictions: tuple[str, ...] = ()
+    """Probes that contradicted each other, and what became of it, in sentences."""
+
+    @property
+    def is_wide(self) -> bool:
+        """There is a rate, and it is hardly known."""
+        return self.low is not None and self.high is not None and self.high > WIDE * self.low
 
     def to_json(self) -> dict[str, Any]:
-        names = ("rate", "low", "high", "below", "above", "reason", "sentence")
+        names = ("rate", "low", "high", "below", "above", "reason", "sentence", "contradictions")
         return {**{name: getattr(self, name) for name in names}, "probes": [one.to_json() for one in self.probes]}
 
 
@@ -206,6 +235,10 @@ class SearchPlan:
         self._done: list[ProbeResult] = []
         self._stopped: tuple[str, str] | None = None
         """(reason, sentence), where going on is of no use."""
+        self._doubted: tuple[ProbedShare, ProbedShare | None] | None = None
+        """The rate that is probed again, and the higher one that it contradicts, where there is one."""
+        self._doubts = 0
+        self._contradictions: list[str] = []
 
     def next_probe(self) -> SearchProbe | None:
         """The run that is to be made now; None: the search is over."""
@@ -217,7 +250,7 @@ class SearchPlan:
         if rate is None:
             return None
         requests = int(min(options.probe_requests, max(100, rate * options.probe_s_max)))
-        warmup = min(options.probe_warmup or -(-options.probe_requests // 5), max(20, requests // 2))
+        warmup = min(options.warmup, max(20, requests // 2))
         seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
         return SearchProbe(number, rate, requests, warmup, seed, f"search-{self._seed}-{number}")
 
@@ -236,7 +269,45 @@ class SearchPlan:
             self._note_late(probe, failure)
         else:
             self._note_measured(probe, run, summary, steadiness)
+            self._compare(result)
         return result
+
+    def _compare(self, result: ProbeResult) -> None:
+        """Set aside which of two stands alone, where ``result`` decides that, and look for others."""
+        if self._doubted is not None:
+            lower, higher = self._doubted
+            odd = outvoted(lower, higher, result.probed)
+            if odd is not None:
+                self._set_aside(odd.number)
+                self._contradictions.append(
+                    f"{self._contradicting(lower, higher or result.probed)} With {lower.rate:.3g} requests/s again "
+                    f"{result.summary.attainment.share:.1%} were good, so probe {odd.number} counts for nothing."
+                )
+        self._doubted = doubted([one.probed for one in self._done if one.counts])
+        if self._doubted is not None and self._doubts >= DOUBTS_MAX:
+            self._doubted = None
+        self._doubts += self._doubted is not None
+
+    def _set_aside(self, number: int) -> None:
+        self._done = [
+            dataclasses.replace(one, is_set_aside=one.is_set_aside or one.probe.number == number) for one in self._done
+        ]
+        self._posterior.forget(number)
+
+    def _contradicting(self, lower: ProbedShare, higher: ProbedShare) -> str:
+        shares = {one.probe.number: one.summary.attainment.share for one in self._done}
+        return (
+            f"Probe {lower.number} contradicts probe {higher.number}: {shares[lower.number]:.1%} were good at "
+            f"{lower.rate:.3g} requests/s, and {shares[higher.number]:.1%} at {higher.rate:.3g}, which load does not "
+            "explain."
+        )
+
+    def _unresolved(self) -> tuple[str, ...]:
+        pair = doubted([one.probed for one in self._done if one.counts])
+        if pair is None or pair[1] is None:
+            return ()
+        why = self._contradicting(pair[0], pair[1])
+        return (f"{why} No probe was left to try it again: the bounds of the rate do not hold.",)
 
     def _note_late(self, probe: SearchProbe, failure: RunVerdict) -> None:
         if self._late_near(probe.rate) > 1 and not self._was_in_time(probe.rate):
@@ -266,10 +337,10 @@ class SearchPlan:
             if answers:
                 is_plain = (steadiness.growth_share or 0.0) > GROWTH_PLAIN
                 doubt = DOUBT_PLAIN if is_plain else DOUBT
-                self._posterior.note_served(min(answers / (end - middle), probe.rate), answers, doubt)
+                self._posterior.note_served(probe.number, min(answers / (end - middle), probe.rate), answers, doubt)
         if not steadiness.is_growing or share < self._attainment:
             effect = summary.due / max(1.0, steadiness.effective_requests)
-            self._posterior.note_share(_came(probe, summary), share, summary.due, effect)
+            self._posterior.note_share(probe.number, _came(probe, summary), share, summary.due, effect)
         unjudged = self._unjudged()
         if unjudged is not None:
             self._stopped = unjudged.name, f"No rate can be found. {unjudged.sentence}"
@@ -317,11 +388,13 @@ class SearchPlan:
         return failed[-1] and (not are_errors or sum(failed) > 1)
 
     def _next_rate(self) -> float | None:
-        believed = [one for one in self._done if one.is_believed]
+        believed = [one for one in self._done if one.counts]
         lowest, highest = self._options.lowest, self._highest
         last = self._done[-1] if self._done else None
         if last is not None and not last.is_believed and last.probe.rate <= highest:
             return last.probe.rate
+        if self._doubted is not None:
+            return self._doubted[0].rate
         if not believed:
             return min(self._options.start_rate, highest)
         rates = [one.probe.rate for one in believed]
@@ -345,14 +418,18 @@ class SearchPlan:
         """The nearest probes that passed below ``rate`` and failed above it. By chance there may be none on that side:
         then the nearest on the other.
         """
-        passed = [one.probe.rate for one in self._done if one.is_believed and one.passed]
-        failed = [one.probe.rate for one in self._done if one.is_believed and not one.passed]
+        passed = [one.probe.rate for one in self._done if one.counts and one.passed]
+        failed = [one.probe.rate for one in self._done if one.counts and not one.passed]
         below = max((one for one in passed if one <= rate), default=min(passed, default=None))
         above = min((one for one in failed if one >= rate), default=max(failed, default=None))
         return below, above
 
     def result(self) -> SearchResult:
         """What all probes say."""
+        result = self._result()
+        return dataclasses.replace(result, contradictions=(*self._contradictions, *self._unresolved()))
+
+    def _result(self) -> SearchResult:
         bounds = self._posterior.bounds()
         below, above = self._neighbours(bounds.rate)
         if below is not None and above is not None:
@@ -372,7 +449,7 @@ class SearchPlan:
         )
 
     def _unbracketed(self) -> tuple[str, str]:
-        believed = [one for one in self._done if one.is_believed]
+        believed = [one for one in self._done if one.counts]
         rates = [one.probe.rate for one in believed]
         if not believed:
             return "generator_late", "The generator was late in each probe."

@@ -18,6 +18,7 @@ from kvxfer.load.offered import workload_from
 from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions, SearchProbe, SearchResult, search
+from kvxfer.load.settle import WarmedUp, round_requests, settle
 from kvxfer.load.verdicts import CACHE_WAS_WARM, OF_TOKENS, RunVerdict
 
 
@@ -27,6 +28,7 @@ class SoughtRate:
 
     result: SearchResult
     judged: list[JudgedRun]
+    warmed: WarmedUp
 
     @property
     def verdict(self) -> RunVerdict:
@@ -37,7 +39,14 @@ class SoughtRate:
     def findings(self) -> list[RunVerdict]:
         """What its probes say of the whole answer."""
         told = [verdict for one in self.judged for verdict in one.verdicts]
-        found = []
+        found = [*self.warmed.findings]
+        found += [RunVerdict("contradiction", sentence, False) for sentence in self.result.contradictions]
+        if self.result.is_wide:
+            said = (
+                f"The rate is known only to between {self.result.low:.3g} and {self.result.high:.3g} requests/s: more "
+                "--probe-requests or --probes-max, or a --start-rate that is nearer, say more."
+            )
+            found.append(RunVerdict("wide", said, False))
         for name in OF_TOKENS:
             same = [verdict for verdict in told if verdict.name == name]
             if same:
@@ -56,7 +65,7 @@ class SoughtRate:
         """``crossing`` has what the report draws."""
         found = self.result
         crossing = None if found.rate is None else {"rate": found.rate, "low": found.low, "high": found.high}
-        return {"search": found.to_json(), "crossing": crossing}
+        return {"search": {**found.to_json(), "warmup": self.warmed.to_json()}, "crossing": crossing}
 
 
 OF_A_PROBE = {
@@ -124,4 +133,27 @@ def seek(
         on_judged(judged[-1])
         return made
 
-    return SoughtRate(search(run_at, limits_of(goal), goal.attainment, options, seed=plan.workload.seed), judged)
+    warmed = warm_up(plan, options.start_rate, options.warmup, name=name, on_progress=on_progress, stop=stop)
+    found = search(run_at, limits_of(goal), goal.attainment, options, seed=plan.workload.seed)
+    return SoughtRate(found, judged, warmed)
+
+
+def warm_up(
+    plan: LoadPlan,
+    rate: float,
+    most: int,
+    *,
+    name: str = "",
+    on_progress: OnProgress | None = None,
+    stop: StopFlag | None = None,
+) -> WarmedUp:
+    """Rounds of at most ``most`` requests at ``rate``, which are measured for this alone and kept nowhere, until the
+    service has settled. Raises what :func:`kvxfer.load.execute.execute` raises."""
+    seed = plan.workload.seed
+
+    def run_round(number: int) -> LoadRun:
+        salt, requests = f"warm-up-{seed}-{number}", round_requests(rate, most)
+        there = plan.at_rate(rate, requests, warmup=0, seed=seed + number, salt=salt)
+        return execute(there, name=f"{name} warm-up {number}".strip(), on_progress=on_progress, stop=stop)
+
+    return settle(run_round)

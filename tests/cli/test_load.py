@@ -14,6 +14,7 @@ import pytest
 
 from kvxfer.cli import main
 from kvxfer.load.served import StartedService, serve_command, served
+from tests.support.mock_engine.mocks import mocks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GUIDELLM = str(ROOT / "tests/load/importers/data/guidellm.json")
@@ -285,3 +286,19 @@ def test_help_needs_no_extra() -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--goodput" in done.stdout
+
+
+@pytest.mark.deep
+def test_a_search_of_engines_that_begin_cold_knows_the_rate_within_a_factor(tmp_path: pathlib.Path) -> None:
+    """The first 40 requests take two seconds more. Four places, and four tokens of 20 ms each, are 50 requests/s."""
+    words = ["search", "--goodput=ttft:400", "--start-rate=20", "--probe-requests=150", "--probes-max=6", "--no-report"]
+    with mocks("--pace=steps", "--max-num-seqs=4", "--step-ms=20") as started:
+        started.engines[0].fault("late", delay_s=2.0, count=40)
+        url = f"--url=http://127.0.0.1:{started.engines[0].port}"
+        done = load(*words, url, "--prompt-tokens=32", "--output-tokens=4", "--out=out", cwd=tmp_path)
+    found = document(tmp_path / "out")["extra"]["search"]
+    assert found["warmup"]["is_settled"], found["warmup"]
+    assert found["warmup"]["medians_s"][0] > 2 > 4 * found["warmup"]["medians_s"][-1]
+    assert found["rate"], done.stdout
+    assert found["high"] <= 2 * found["low"], done.stdout
+    assert 25 < found["rate"] < 60, done.stdout

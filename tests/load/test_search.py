@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError
+from kvxfer.load.contradictions import ProbedShare, doubted, outvoted
 from kvxfer.load.crossing import CrossingPosterior
 from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.run import LoadRun
-from kvxfer.load.search import ProbeResult, SearchOptions, SearchProbe, SearchResult, search
+from kvxfer.load.search import ProbeResult, SearchOptions, SearchPlan, SearchProbe, SearchResult, search
 from tests.support.load_queues import queue_run, waiting_capacity
 
 SERVED = 25.0
@@ -231,16 +233,64 @@ def test_an_attainment_of_all_cannot_be_searched() -> None:
 def test_a_probe_far_off_does_not_outvote_those_near() -> None:
     posterior = CrossingPosterior(0.1, 1000.0, 0.9)
     for rate, share in ((19.0, 0.93), (21.0, 0.87)):
-        posterior.note_share(rate, share, 900, 1.0)
+        posterior.note_share(int(rate), rate, share, 900, 1.0)
     near = posterior.quantile(0.5)
-    posterior.note_share(60.0, 0.4, 900, 1.0)
+    posterior.note_share(60, 60.0, 0.4, 900, 1.0)
     assert near == pytest.approx(20, rel=0.02)
     assert posterior.quantile(0.5) == pytest.approx(20, rel=0.03)
 
 
 def test_what_was_served_while_a_backlog_grew_bounds_the_rate() -> None:
     posterior = CrossingPosterior(0.1, 1000.0, 0.9)
-    posterior.note_share(16.0, 1.0, 900, 1.0)
-    posterior.note_served(22.0, 500, 0.001)
+    posterior.note_share(1, 16.0, 1.0, 900, 1.0)
+    before = posterior.bounds()
+    posterior.note_served(2, 22.0, 500, 0.001)
     bounds = posterior.bounds()
     assert 16 < bounds.low < bounds.rate < 23
+    posterior.forget(2)
+    assert posterior.bounds() == before
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_cold_first_probe_is_tried_again_and_counts_for_nothing(seed: int) -> None:
+    """Engines that were cold gave 4 % at a rate of which the half is no trouble."""
+
+    def run_at(probe: SearchProbe) -> LoadRun:
+        served = 4.0 if probe.number == 1 else SERVED
+        return queue_run(
+            probe.rate, served, probe.requests, warmup=probe.warmup, seed=probe.seed, is_exponential=False
+        )
+
+    result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=12.0), seed=seed)
+    assert result.probes[0].is_set_aside
+    assert [one.probe.rate for one in result.probes].count(12.0) == 2
+    assert result.rate == pytest.approx(M_D_1_CAPACITY, rel=0.15)
+    assert not result.is_wide
+    [sentence] = result.contradictions
+    assert sentence.startswith("Probe 1 contradicts probe ")
+    assert "so probe 1 counts for nothing" in sentence
+
+
+def test_a_lucky_probe_is_outvoted_by_two_at_a_lower_rate() -> None:
+    lower, higher = ProbedShare(1, 10.0, 0.1, 0.3), ProbedShare(2, 20.0, 0.9, 1.0)
+    assert doubted([higher, lower]) == (lower, higher)
+    assert outvoted(lower, higher, ProbedShare(3, 10.0, 0.2, 0.4)) is higher
+    assert outvoted(lower, higher, ProbedShare(3, 10.0, 0.8, 1.0)) is lower
+    assert doubted([lower, ProbedShare(2, 20.0, 0.3, 0.6)]) is None, "the bounds meet"
+    assert doubted([lower, ProbedShare(2, 5.0, 0.9, 1.0)]) is None, "load explains it"
+
+
+def test_a_contradiction_that_no_probe_was_left_for_is_told() -> None:
+    def run_at(probe: SearchProbe) -> LoadRun:
+        served = (0.5, 100.0)[probe.number - 1]
+        return queue_run(probe.rate, served, probe.requests, warmup=probe.warmup, seed=probe.seed, is_exponential=False)
+
+    plan = SearchPlan(LIMITS, 0.9, SearchOptions(start_rate=8.0, probes_max=2), 0)
+    first = plan.next_probe()
+    assert first is not None
+    plan.note(first, run_at(first))
+    higher = dataclasses.replace(first, number=2, rate=40.0)
+    plan.note(higher, run_at(higher))
+    assert plan.next_probe() is None
+    [sentence] = plan.result().contradictions
+    assert sentence.endswith("the bounds of the rate do not hold.")

@@ -13,6 +13,7 @@ from kvxfer.load.record import MeasuredRequest
 from kvxfer.load.run import LoadRun
 from kvxfer.load.search import SearchOptions, search
 from kvxfer.load.seek import SoughtRate
+from kvxfer.load.settle import WarmedUp
 from kvxfer.load.warmth import PREFIXES, prefixes_of, warmth_of
 from kvxfer.workload.prompts import PromptMaker
 from kvxfer.workload.request import Workload, WorkloadRequest
@@ -20,6 +21,7 @@ from tests.support.load_queues import queue_run
 from tests.support.load_records import answered, failed, run_of
 
 BLOCK = 16
+SETTLED = WarmedUp((1.0, 1.0))
 
 
 def cached_run(workload: Workload, *, runs_before: int = 0, api: str = "completions", template: int = 0) -> LoadRun:
@@ -111,15 +113,15 @@ def test_a_search_says_it_of_the_whole() -> None:
     options = SearchOptions(start_rate=4.0, probes_max=2, probe_requests=100)
     found = search(lambda probe: run_at(probe, cached=496), limits, 0.9, options)
     assert all("cache_was_warm" in {one.name for one in probe.verdicts} for probe in found.probes)
-    [finding] = SoughtRate(found, judged).findings
+    [finding] = SoughtRate(found, judged, SETTLED).findings
     assert (finding.name, finding.is_failure) == ("cache_was_warm", False)
     assert f"{len(judged)} of {len(judged)} probes" in finding.sentence
     judged.clear()
     cold = search(lambda probe: run_at(probe, cached=0), limits, 0.9, options)
-    assert SoughtRate(cold, judged).findings == []
+    assert SoughtRate(cold, judged, SETTLED).findings == []
     for record in judged[0].run.records:
         record.output_tokens_asked, record.is_length_asked = 200, True
-    [finding] = SoughtRate(cold, [judge(judged[0].run, goal), *judged[1:]]).findings
+    [finding] = SoughtRate(cold, [judge(judged[0].run, goal), *judged[1:]], SETTLED).findings
     assert finding.name == "short_answers"
     assert finding.sentence.startswith(f"In 1 of {len(judged)} probes, by the last of them: ")
 

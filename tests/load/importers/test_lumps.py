@@ -1,4 +1,4 @@
-"""Tokens that came in lumps, by what other tools tell of the chunks; and what was asked for, by the bodies they kept."""
+"""Tokens that came in lumps, by what other tools tell of the chunks; what was asked for, by the bodies they kept."""
 
 from __future__ import annotations
 
