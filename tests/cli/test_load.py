@@ -87,6 +87,7 @@ def test_the_directory_is_named_by_the_time_and_the_report_can_be_written_anew(
     assert (out / "report.html").exists()
 
 
+@pytest.mark.deep
 def test_the_same_seed_sends_the_same_requests(
     service: StartedService, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_run_that_finds_the_cache_of_the_one_before_says_so(tmp_path: pathlib.
                 assert ("prefix cache was warm" in done.stdout) == (name == "again"), out.name
 
 
+@pytest.mark.deep
 def test_a_generator_that_cannot_keep_up_fails_the_run(service: StartedService, tmp_path: pathlib.Path) -> None:
     words = ["run", f"--url={service.url}", "--rate=100000", "--requests=1500", "--output-tokens=1", "--processes=1"]
     done = load(*words, "--out=out", "--no-report", cwd=tmp_path)

@@ -251,15 +251,13 @@ def test_what_was_served_while_a_backlog_grew_bounds_the_rate() -> None:
     assert posterior.bounds() == before
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
 def test_a_cold_first_probe_is_tried_again_and_counts_for_nothing(seed: int) -> None:
     """Engines that were cold gave 4 % at a rate of which the half is no trouble."""
 
     def run_at(probe: SearchProbe) -> LoadRun:
         served = 4.0 if probe.number == 1 else SERVED
-        return queue_run(
-            probe.rate, served, probe.requests, warmup=probe.warmup, seed=probe.seed, is_exponential=False
-        )
+        return queue_run(probe.rate, served, probe.requests, warmup=probe.warmup, seed=probe.seed, is_exponential=False)
 
     result = search(run_at, LIMITS, 0.9, SearchOptions(start_rate=12.0), seed=seed)
     assert result.probes[0].is_set_aside

@@ -46,7 +46,6 @@ def workers(url: str) -> list[str]:
         connection.close()
 
 
-@pytest.mark.quick
 def test_each_point_has_its_own_service() -> None:
     before = descendants(os.getpid())
     seen, urls, told = [], [], []
