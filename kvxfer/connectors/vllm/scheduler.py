@@ -49,6 +49,7 @@ from kvxfer.connectors.vllm.steps import (
     StepOrders,
     WaitOrder,
 )
+from kvxfer.connectors.vllm.turns import Turns
 from kvxfer.errors import GrantRevokedError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.types import Incarnation, TransferId, why_unknown
 
@@ -103,8 +104,7 @@ class SchedulerHalf:
         self._waits: list[WaitOrder] = []
         self._accepts: list[Accept] = []
         self._held = KeptPrompts(options, now_ns)
-        self._offered: set[str] = set()
-        """Requests that vLLM looked at in this step and gave no blocks."""
+        self._turns = Turns()
         self._is_stuck = False
         """Whether in the last step nothing ran, and a computed prompt got no blocks."""
         self._waited: list[float] = []
@@ -139,9 +139,10 @@ class SchedulerHalf:
             return None
         if self._is_stuck and request.request_id in self._prefills:
             return None  # freed blocks are for requests that decode here, not for one more prompt that would be kept
-        count = self._matched(request, decode, computed)
+        self._turns.asked(request.request_id)
+        count = None if self._turns.is_for_loads else self._matched(request, decode, computed)
         if count is not None:
-            self._offered.add(request.request_id)
+            self._turns.offered(request.request_id)
         return count
 
     def _matched(self, request: Any, decode: Decode | None, computed: int) -> int | None:
@@ -160,7 +161,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         """vLLM gave it blocks, for ``external`` tokens from elsewhere too. ``tables``: one a group."""
-        self._offered.discard(request.request_id)
+        self._turns.given(request.request_id)
         decode = self._decodes.get(request.request_id)
         if decode is None or decode.is_settled or decode.is_loading:
             return
@@ -181,6 +182,7 @@ class SchedulerHalf:
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over, and has the blocks of ``tables``, one table a group. Returns whether its blocks must
         stay, and the answer for the client."""
+        self._turns.gone(request.request_id)
         stays, answer = self._finished(request, tables)
         if any(tables) and not stays:
             self._held.freed()
@@ -243,7 +245,7 @@ class SchedulerHalf:
             computed = cached.num_computed_tokens[index]
             self._step(request_id, added or (), computed, output, opens, chunks, is_new=request_id in resumed)
         ahead = {name for name, one in self._decodes.items() if not (one.is_settled or one.is_loading)}
-        revoke = self._take_back(output.total_num_scheduled_tokens > 0)
+        revoke = self._take_back(output)
         waiting = {decode.request_id for decode in self._decodes.values() if decode.is_waiting}
         orders = StepOrders(
             has_forward=output.total_num_scheduled_tokens > 0,
@@ -272,8 +274,7 @@ class SchedulerHalf:
                 self._ended.append(whole(reports))
             decode = self._decodes.get(request_id)
             if decode is not None:
-                decode.is_loading = False
-                decode.is_settled = True
+                decode.is_loading, decode.is_settled = False, True
             else:
                 self._held.freed()
 
@@ -351,10 +352,10 @@ class SchedulerHalf:
             return
         traceparent = trace_of(getattr(request, "trace_headers", None), request.kv_transfer_params)
         tokens = request.num_prompt_tokens - 1
-        is_known = getattr(request, "prompt_embeds", None) is None
         if isinstance(leg, Declined):
             self._declined[request_id] = leg
             return
+        is_known = getattr(request, "prompt_embeds", None) is None
         adapter = self._adapter(request)
         why = self._weights_why() or why_unknown(adapter)
         if isinstance(leg, DecodeLeg):
@@ -399,22 +400,21 @@ class SchedulerHalf:
         prefill.is_accepted = True
         if prefill.refusal is not None:
             self._close(prefill, prefill.refusal.text, will_resume=False, code=prefill.refusal.code)
-        elif prefill.why_unknown is None:
-            self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
-        else:
+        elif prefill.why_unknown is not None:
             self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
+        else:
+            self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
 
-    def _take_back(self, has_forward: bool) -> Revoke | None:
-        """The order to revoke a kept prompt, if a request here has no room."""
-        offered, self._offered = self._offered, set()
+    def _take_back(self, output: Any) -> Revoke | None:
+        """The order to revoke a kept prompt, if a request here has no room in the step ``output``."""
+        ran = (*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.req_ids)
+        is_offered = self._turns.end_step(ran)
         decodes = self._decodes.values() if self._held else ()
-        will_free = has_forward or any(decode.is_loading for decode in decodes)
+        will_free = output.total_num_scheduled_tokens > 0 or any(decode.is_loading for decode in decodes)
         lacks_blocks = any(decode.lacks_blocks for decode in decodes)
+        more = any(decode.lacks_more for decode in decodes)
         self._is_stuck = lacks_blocks and not will_free
-        lacks_more = any(decode.lacks_more for decode in decodes)
-        return self._held.take_back(
-            is_stuck=lacks_blocks, is_offered=bool(offered), lacks_more=lacks_more, will_free=will_free
-        )
+        return self._held.take_back(is_stuck=lacks_blocks, is_offered=is_offered, lacks_more=more, will_free=will_free)
 
     def _step(
         self,

@@ -210,6 +210,7 @@ def test_while_a_computed_prompt_has_no_blocks_and_nothing_runs_none_is_computed
     assert half.matched(request, 0) == 48
     step(half)  # vLLM had no blocks for it
     assert (half.matched(prefill, 0), half.matched(plain, 0)) == (None, 0)
+    half.allocated(plain, [[8, 9, 10]], 0)
     half.allocated(request, [[4, 5, 6, 7]], half.matched(request, 0) or 0)
     step(half)
     assert half.matched(prefill, 0) == 0
