@@ -1,5 +1,5 @@
 """An engine's settings as facts (:mod:`kvxfer.protocol.facts`): every setting counts, unless an exemption says why it
-cannot change KV. So a setting that nobody thought of counts too, and two engines that differ in it are refused by its
+cannot change KV. So a setting that is in no list counts too, and two engines that differ in it are refused by its
 name.
 
 Decides how a setting's value is written; must never know an engine. A setting that is off (``None``, false, zero or

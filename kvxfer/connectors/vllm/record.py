@@ -6,38 +6,26 @@ only to ask which attention backend was chosen.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Any
 
 from kvxfer.connectors.common.checkpoint import (
     ModelName,
     NotKnown,
-    config_fingerprint,
-    directory_of,
     fingerprint_of,
     unknown,
     weight_files,
 )
 from kvxfer.connectors.common.file_digests import FileChanged, shared_cache, stamps_of
 from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
+from kvxfer.connectors.vllm.facts import engine_facts
 from kvxfer.connectors.vllm.groups import KvGroups
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parallel import stages_text
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.facts import digest_of, facts_text
 from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import CompatibilityRecord
-
-LENGTH_ROPES = frozenset({"longrope", "su"})
-"""Kinds of rotary embeddings with factors for short and for long contexts: vLLM takes the long ones for every prompt
-where ``max_model_len`` is above the context that the model was trained with first."""
-MULTIMODAL_FLAGS = (
-    *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "mm_device_do_normalize"),
-    *("mm_encoder_attn_dtype", "interleave_mm_strings"),
-)
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What makes of an image, or the like, what a model sees; beside its weights."""
-PROCESSOR_BYTES_MAX = 1 << 24
 
 
 def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages: Pages) -> CompatibilityRecord:
@@ -48,10 +36,10 @@ def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages:
     check_page_bytes(pages, kv_cache_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     backend, packing = _attention(vllm_config)
-    kind = str(cache.cache_dtype)
+    kind, facts = str(cache.cache_dtype), engine_facts(vllm_config)
     return CompatibilityRecord(
         model=",".join(model.architectures or ()),
-        config_fingerprint=config_fingerprint(model.hf_config.to_dict(), engine_facts(vllm_config)),
+        config_fingerprint=digest_of(facts),
         weights_fingerprint=unknown("its weights are still being read"),
         dtype=str(model.dtype).removeprefix("torch.") if kind == "auto" else kind,
         layers=int(ends.rpartition(",")[2]) if (ends := stages_text(vllm_config)) else len(pages.layers),
@@ -63,6 +51,7 @@ def make_record(vllm_config: Any, kv_cache_config: Any, groups: KvGroups, pages:
         rope="config",
         attention_backend=backend,
         groups=groups.to_text(pages.layers),
+        facts=facts_text(facts, len(pages.stores)),
     )
 
 
@@ -113,55 +102,6 @@ def check_scales(cache_config: Any) -> None:
     """Raise ConfigError where each engine finds out by itself what its KV bytes are to be multiplied with."""
     if getattr(cache_config, "calculate_kv_scales", False):
         raise ConfigError("kvxfer does not move KV caches whose scales each engine calculates: leave it off")
-
-
-def engine_facts(vllm_config: Any) -> dict[str, Any]:
-    """What changes KV and stands in no model's config: flags of vLLM, a draft model, and how images and the like are
-    made ready."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts = _set_ones(model, ("quantization", "quantization_config", "disable_sliding_window", "model_class_overrides"))
-    facts |= _set_ones(cache, ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"))
-    config = model.hf_config.to_dict()
-    if _ropes_by_length(config):
-        facts["max_model_len"] = model.max_model_len
-    speculative = getattr(vllm_config, "speculative_config", None)
-    drafted = getattr(speculative, "draft_model_config", None)
-    if speculative is not None and drafted is not None:
-        facts["draft"] = [str(speculative.method), config_fingerprint(drafted.hf_config.to_dict())]
-    multimodal = getattr(model, "multimodal_config", None)
-    if multimodal is not None:
-        facts |= _set_ones(multimodal, MULTIMODAL_FLAGS)
-        facts["processor"] = _processor_facts(model)
-    return facts
-
-
-def _set_ones(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those that are there, and neither empty nor off: versions add flags."""
-    return {name: value for name in names if (value := getattr(config, name, None))}
-
-
-def _ropes_by_length(value: Any) -> bool:
-    """Whether a config, or one within it, has rotary embeddings that vLLM chooses by the longest context it is to
-    serve."""
-    if isinstance(value, dict):
-        kind = value.get("rope_type", value.get("type"))
-        return (isinstance(kind, str) and kind in LENGTH_ROPES) or any(map(_ropes_by_length, value.values()))
-    return isinstance(value, list) and any(map(_ropes_by_length, value))
-
-
-def _processor_facts(model: Any) -> dict[str, str]:
-    """Digests of the files; of one that cannot be read, a text that equals nothing."""
-    try:
-        directory = directory_of(ModelName(str(model.model), str(model.revision or "")))
-        found = {}
-        for name in PROCESSOR_FILES:
-            path = directory / name
-            if path.exists():
-                with path.open("rb") as file:
-                    found[name] = hashlib.sha256(file.read(PROCESSOR_BYTES_MAX)).hexdigest()
-    except (NotKnown, OSError) as error:
-        return {"unknown": unknown(str(error))}
-    return found
 
 
 def weights_fingerprint(model: str, revision: str = "", seed: str = "") -> str:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.connectors.vllm.record import (
-    adapter_fingerprint,
-    check_scales,
-    config_fingerprint,
-    engine_facts,
-    weights_fingerprint,
-)
+from kvxfer.connectors.common.checkpoint import config_fingerprint
+from kvxfer.connectors.vllm.facts import engine_facts
+from kvxfer.connectors.vllm.record import adapter_fingerprint, check_scales, weights_fingerprint
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.facts import differences, digest_of, facts_text
 from kvxfer.types import why_unknown
 
 
@@ -23,7 +21,9 @@ def test_a_config_is_the_same_wherever_it_lies() -> None:
     one = {"hidden_size": 8, "rope_theta": 1e4, "_name_or_path": "/a", "transformers_version": "1"}
     two = {"rope_theta": 1e4, "hidden_size": 8, "_name_or_path": "/b", "torch_dtype": "float16"}
     assert config_fingerprint(one) == config_fingerprint(two)
+    assert facts_of(one) == facts_of(two)
     assert config_fingerprint(one) != config_fingerprint({**one, "rope_theta": 5e5})
+    assert differing(one, {**one, "rope_theta": 5e5}) == [("hf_config.rope_theta", "10000.0", "500000.0")]
 
 
 class HfConfig(dict[str, Any]):
@@ -31,26 +31,52 @@ class HfConfig(dict[str, Any]):
         return dict(self)
 
 
-def facts_of(config: dict[str, Any] | None = None, cache: Any = None, speculative: Any = None, **flags: Any) -> str:
-    """The fingerprint of an engine with those flags of its model, as one text."""
+def dataclass_of(name: str, **values: Any) -> Any:
+    """As vLLM's configuration objects are."""
+    return dataclasses.make_dataclass(name, [(key, Any) for key in values])(**values)
+
+
+def facts_of(
+    config: dict[str, Any] | None = None, cache: Any = None, speculative: Any = None, **flags: Any
+) -> dict[str, str]:
+    """The facts of an engine with those flags of its model."""
     hf_config = HfConfig(config or {"hidden_size": 8})
-    model = SimpleNamespace(**{"model": "m", "revision": None, "max_model_len": 4096, "hf_config": hf_config, **flags})
-    engine = SimpleNamespace(model_config=model, cache_config=cache, speculative_config=speculative)
-    return config_fingerprint(hf_config.to_dict(), engine_facts(engine))
+    made = {"model": "m", "revision": None, "max_model_len": 4096, "hf_config": hf_config, **flags}
+    engine = dataclass_of(
+        "VllmConfig",
+        model_config=dataclass_of("ModelConfig", **made),
+        cache_config=cache,
+        speculative_config=speculative,
+    )
+    return engine_facts(engine, variables=())
+
+
+def differing(one: Any, other: Any) -> list[tuple[str, str, str]]:
+    """How two model configs, or two engines' facts, differ."""
+    texts = [
+        facts_text(side if all(isinstance(v, str) for v in side.values()) else facts_of(side)) for side in (one, other)
+    ]
+    return list(differences(*texts))
 
 
 def test_flags_of_the_engine_are_of_its_config() -> None:
     plain = facts_of(quantization=None, multimodal_config=None)
     assert facts_of(disable_sliding_window=False, max_model_len=8192) == plain
-    seen = {
-        plain,
-        facts_of(quantization="fp8"),
-        facts_of(disable_sliding_window=True),
-        facts_of(quantization_config={"linear": "int8"}),
-        facts_of(cache=SimpleNamespace(kv_cache_dtype_skip_layers=["0"])),
-        facts_of(cache=SimpleNamespace(kv_sharing_fast_prefill=True)),
+    assert facts_of(seed=7, served_model_name="x", tokenizer="/elsewhere") == plain
+    named = {
+        "model_config.quantization": facts_of(quantization="fp8"),
+        "model_config.disable_sliding_window": facts_of(disable_sliding_window=True),
+        "model_config.quantization_config.linear": facts_of(quantization_config={"linear": "int8"}),
+        "model_config.of_a_version_to_come": facts_of(of_a_version_to_come=1),
+        "cache_config.kv_cache_dtype_skip_layers": facts_of(
+            cache=dataclass_of("CacheConfig", kv_cache_dtype_skip_layers=["0"])
+        ),
+        "cache_config.kv_sharing_fast_prefill": facts_of(
+            cache=dataclass_of("CacheConfig", kv_sharing_fast_prefill=True)
+        ),
     }
-    assert len(seen) == 6
+    for name, facts in named.items():
+        assert [difference[0] for difference in differing(plain, facts)] == [name]
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "text_config"])
@@ -64,24 +90,37 @@ def test_rotary_embeddings_chosen_by_the_longest_context_are_of_its_config(name:
 
 
 def test_a_draft_model_is_of_the_config() -> None:
-    def drafted(size: int) -> str:
-        draft = SimpleNamespace(hf_config=HfConfig(hidden_size=size))
-        return facts_of(speculative=SimpleNamespace(method="eagle", draft_model_config=draft))
+    def drafted(size: int, method: str = "eagle", **more: Any) -> dict[str, str]:
+        draft = dataclass_of("ModelConfig", hf_config=HfConfig(hidden_size=size), max_model_len=4096)
+        return facts_of(speculative=dataclass_of("SpeculativeConfig", method=method, draft_model_config=draft, **more))
 
-    assert len({facts_of(), drafted(8), drafted(16)}) == 3
-    assert drafted(8) == drafted(8)
+    assert len({digest_of(facts) for facts in (facts_of(), drafted(8), drafted(16))}) == 3
+    assert drafted(8, num_speculative_tokens=2) == drafted(8, num_speculative_tokens=5)
+    assert drafted(8, "ngram") == facts_of()  # drafts come out of the text: no layer of a model is in the cache
+    assert ("draft.hf_config.hidden_size", "8", "16") in differing(drafted(8), drafted(16))
 
 
 def test_how_images_are_made_ready_is_of_the_config(tmp_path: pathlib.Path) -> None:
-    def of(name: str, content: str, **kwargs: object) -> str:
+    def of(name: str, content: str, scales: str = "", **kwargs: object) -> dict[str, str]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "preprocessor_config.json").write_text(content)
-        return facts_of(model=str(directory), multimodal_config=SimpleNamespace(mm_processor_kwargs=kwargs))
+        (directory / "scales.json").write_text(scales)
+        path = str(directory / "scales.json") if scales else None
+        images = dataclass_of("MultiModalConfig", mm_processor_kwargs=kwargs, mm_encoder_fp8_scale_path=path)
+        return facts_of(model=str(directory), multimodal_config=images)
 
     assert of("a", "{}") == of("b", "{}")
-    assert len({of("a", "{}"), of("a", '{"size": 1}'), of("a", "{}", num_crops=4)}) == 3
-    nowhere = {"model": "no/such", "multimodal_config": SimpleNamespace(mm_processor_kwargs={})}
+    assert of("a", "{}", "1.5") == of("b", "{}", "1.5")
+    differs = (
+        of("a", "{}"),
+        of("a", '{"size": 1}'),
+        of("a", "{}", num_crops=4),
+        of("a", "{}", "1"),
+        of("a", "{}", "2"),
+    )
+    assert len({digest_of(facts) for facts in differs}) == 5
+    nowhere = {"model": "no/such", "multimodal_config": dataclass_of("MultiModalConfig", mm_processor_kwargs={})}
     assert facts_of(**nowhere) != facts_of(**nowhere)  # what cannot be read equals nothing
 
 

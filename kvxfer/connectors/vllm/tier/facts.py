@@ -12,9 +12,10 @@ import hashlib
 import json
 from typing import Any
 
-from kvxfer.connectors.common.checkpoint import config_fingerprint
-from kvxfer.connectors.vllm.record import check_scales, engine_facts
+from kvxfer.connectors.vllm.facts import engine_facts
+from kvxfer.connectors.vllm.record import check_scales
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.facts import digest_of
 
 FORMAT = 1
 OWN = frozenset({"rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"})
@@ -42,7 +43,7 @@ def engine_record(
     facts = {
         "format": FORMAT,
         "model": ",".join(model.architectures or ()),
-        "config": config_fingerprint(model.hf_config.to_dict(), engine_facts(vllm_config)),
+        "config": digest_of(engine_facts(vllm_config)),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
