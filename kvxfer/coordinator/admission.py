@@ -21,16 +21,20 @@ from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.keeper import StoreKeeper
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.coordinator.receivers import Receivers, StreamState
-from kvxfer.errors import KvxferError, ProtocolError, RefusedError
+from kvxfer.errors import KvxferError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol.directory import Directory, Effect, Hello, Registration
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import EOF
+from kvxfer.trust.identity import CertIdentity
 from kvxfer.trust.permissions import ControlCall, Subject
 
 log = logging.getLogger("kvxfer.coordinator")
 
 HELLO_S = 5.0
 """How long a stream may take to register."""
+AGENTS_OF_ONE_MAX = 1024
+"""Members for which one certificate's name may speak, such as the ranks of an engine: one holder never takes all the
+places of ``members_max``. The holder of the cluster token may."""
 ORDERED_BEFORE = "ordered before this agent came back"
 
 
@@ -60,6 +64,8 @@ class AgentAdmission:
         self._metrics = metrics
         self._carry_out = carry_out
         self._check_open = check_open
+        self._names: dict[CertIdentity, set[str]] = {}
+        """The agents that each holder of a certificate registered; those that are over are taken out at the bound."""
 
     async def admit(self, context: Any, caller: Caller) -> tuple[Registration, StreamState]:
         """Let in the agent behind gRPC's ``context``, whose first message is its Hello. Raises what says why not."""
@@ -95,6 +101,7 @@ class AgentAdmission:
 
     async def _register(self, hello: Hello, context: Any, caller: Caller) -> Registration:
         self._hosts.check(hello, context.peer())
+        self._check_count(caller, hello.info.agent_id)
         fresh_number = None
         if hello.number:
             await self._keeper.admit_number(hello.number)
@@ -107,6 +114,19 @@ class AgentAdmission:
         if fresh_number is not None:
             await self._keep(registration, hello, caller)
         return registration
+
+    def _check_count(self, caller: Caller, agent_id: str) -> None:
+        """Raise OverloadedError where the holder of this certificate has AGENTS_OF_ONE_MAX other members."""
+        if caller.identity is None:
+            return
+        names = self._names.setdefault(caller.identity, set())
+        if len(names) >= AGENTS_OF_ONE_MAX and agent_id not in names:
+            names.intersection_update([name for name in names if self._directory.known(name) is not None])
+            if len(names) >= AGENTS_OF_ONE_MAX:
+                raise OverloadedError(
+                    f"{caller.identity} has AGENTS_OF_ONE_MAX={AGENTS_OF_ONE_MAX} members already, the most of one name"
+                )
+        names.add(agent_id)
 
     async def _keep(self, registration: Registration, hello: Hello, caller: Caller) -> None:
         """Have the store know a new incarnation before its agent does. Raises CoordinatorUnavailableError, and

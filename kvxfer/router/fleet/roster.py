@@ -10,12 +10,16 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError, LimitExceededError
 from kvxfer.protocol.http_url import HttpUrl
 from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.router")
+
+
+WORKERS_MAX = 16384
+"""Of each source, and of all where an admin adds one."""
 
 
 class Roster:
@@ -41,10 +45,14 @@ class Roster:
         self._join()
 
     def add(self, worker: Worker) -> None:
-        """An admin's. Raises InvalidArgumentError where its name or its address is known already."""
+        """An admin's. Raises InvalidArgumentError where its name or its address is known already, LimitExceededError
+        where there are WORKERS_MAX."""
+        place = place_of(worker)
         for known in self.listed.values():
-            if known.agent_id == worker.agent_id or place_of(known) == place_of(worker):
+            if known.agent_id == worker.agent_id or place_of(known) == place:
                 raise InvalidArgumentError(f"{known.agent_id} at {known.url} is known already, from {known.source}")
+        if len(self.listed) >= WORKERS_MAX:
+            raise LimitExceededError(f"there are {WORKERS_MAX} workers already")
         self.replace(WorkerSource.ADMIN, (*self._given[WorkerSource.ADMIN].values(), worker))
 
     def move(self, ref: AgentRef, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -148,7 +149,7 @@ def test_file_source_follows_the_file_and_keeps_the_last_list(
         other = tmp_path / "new"
         other.write_text(text)
         os.replace(other, path)
-        source.poll()
+        asyncio.run(source.poll())
 
     path.write_text("workers: [{url: 'http://h:1', role: decode, name: a}]")
     source.load()
@@ -160,7 +161,7 @@ def test_file_source_follows_the_file_and_keeps_the_last_list(
     with caplog.at_level(logging.WARNING, "kvxfer.router"):
         write("workers:\n  - {url: 'http://h:1', rolle: decode}")
         for _ in range(5):
-            source.poll()
+            asyncio.run(source.poll())
     assert [f"{path}:2: a worker has the unknown key 'rolle'" in record.getMessage() for record in caplog.records] == [
         True
     ]
@@ -169,7 +170,7 @@ def test_file_source_follows_the_file_and_keeps_the_last_list(
     with caplog.at_level(logging.WARNING, "kvxfer.router"):
         path.unlink()
         for _ in range(5):
-            source.poll()
+            asyncio.run(source.poll())
     assert len(caplog.records) == 1
     assert listed() == ["a", "b"]
     write("workers: []")

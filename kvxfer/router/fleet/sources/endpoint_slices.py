@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.router.fleet.roster import WORKERS_MAX
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, origin_at, stock_worker
 from kvxfer.types import AGENT_ID_PATTERN, Role
 
@@ -30,7 +31,6 @@ ROLES = {
 }
 """The last is llm-d's."""
 HTTP_PORT = "http"
-WORKERS_MAX = 16384
 ADDRESSES_MAX = 8
 """Of one pod that are tried."""
 NAME_CHARS_MAX = 253

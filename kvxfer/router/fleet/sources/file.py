@@ -10,7 +10,7 @@ import pathlib
 
 from kvxfer.errors import ConfigError
 from kvxfer.router.fleet.sources.worker_file import FILE_BYTES_MAX, read_worker_file
-from kvxfer.router.fleet.worker import WorkerSource
+from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.router.fleet.workers import Workers
 
 log = logging.getLogger("kvxfer.router")
@@ -36,20 +36,28 @@ class FileSource:
     def load(self) -> None:
         """Read the file. Raises ConfigError, and then the list stays as it was."""
         self._stamp = self._look()
+        self._take(self._read())
+
+    def _read(self) -> tuple[Worker, ...]:
         try:
             with self._path.open("rb") as file:
                 content = file.read(FILE_BYTES_MAX + 1)
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror or error}") from None
-        self._workers.replace(WorkerSource.FILE, read_worker_file(str(self._path), content))
+        return read_worker_file(str(self._path), content)
+
+    def _take(self, workers: tuple[Worker, ...]) -> None:
+        self._workers.replace(WorkerSource.FILE, workers)
         self.last_error = ""
 
-    def poll(self) -> None:
-        """Read the file again if it changed."""
-        if self._look() == self._stamp:
+    async def poll(self) -> None:
+        """Read the file again if it changed: in a thread, since 10,000 workers take more than a second."""
+        stamp = self._look()
+        if stamp == self._stamp:
             return
+        self._stamp = stamp
         try:
-            self.load()
+            self._take(await asyncio.to_thread(self._read))
             log.info("the file of workers was read again", extra={"path": str(self._path)})
         except ConfigError as error:
             self.last_error = str(error)
@@ -67,7 +75,7 @@ class FileSource:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            self.poll()
+            await self.poll()
 
     async def __aenter__(self) -> FileSource:
         """Raises ConfigError where the file cannot be taken at the start."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import without_user
-from kvxfer.router.fleet.roster import place_of
+from kvxfer.router.fleet.roster import WORKERS_MAX, place_of
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, read_worker
 from kvxfer.types import Role
 
@@ -25,12 +25,17 @@ def workers_from_flags(
     parts. Raises ConfigError for an address that cannot be, and for two workers of one name or at one address.
     """
     given = [(text, Role.PREFILL, dialect, "prefill") for text in prefill]
-    both = {text for text, *_ in given}
+    prefills, decodes = {text for text, *_ in given}, list(decode)
+    both = prefills.intersection(decodes)
     given = [
-        *((text, Role.BOTH if text in set(decode) else role, spoken, flag) for text, role, spoken, flag in given),
-        *((text, Role.DECODE, dialect, "decode") for text in decode if text not in both),
+        *((text, Role.BOTH if text in both else role, spoken, flag) for text, role, spoken, flag in given),
+        *((text, Role.DECODE, dialect, "decode") for text in decodes if text not in both),
         *((text, Role.BOTH, EngineDialect.PLAIN.value, "engine") for text in engine),
     ]
+    if len(given) > WORKERS_MAX:
+        raise ConfigError(
+            f"--prefill, --decode and --engine name {len(given)} workers, and at most {WORKERS_MAX} may be"
+        )
     workers: list[Worker] = []
     names: set[str] = set()
     places: set[tuple[str, int | None]] = set()

@@ -9,12 +9,11 @@ from typing import Any
 import yaml
 
 from kvxfer.errors import ConfigError
-from kvxfer.router.fleet.roster import place_of
+from kvxfer.router.fleet.roster import WORKERS_MAX, place_of
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, stock_worker
 from kvxfer.types import Role
 
 FILE_BYTES_MAX = 4 << 20
-WORKERS_MAX = 16384
 
 TOP_KEYS = {"defaults": dict, "workers": list}
 DEFAULT_KEYS = {"dialect": str, "model": str, "bootstrap_port": int}
