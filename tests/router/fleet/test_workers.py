@@ -68,7 +68,7 @@ def test_workers_unchanged_membership_ends_none() -> None:
     unwatch()
     workers.update(Membership(3))
     assert ended == []
-    assert repr(workers) == "Workers(revision=3, members=0, is_connected=False)"
+    assert repr(workers) == "Workers(revision=3, members=0, is_connected=None)"
 
 
 def test_workers_suspicions_of_a_lost_coordinator_only_push_a_worker_back() -> None:
