@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.sglang.watch import ASK_S, LOOK_S, LOST_S, SILENT_S, PeerLeg, Watch
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, MembershipEndedError
 from kvxfer.types import AgentRef, TransferId
 
 REF = AgentRef("d", "1")
@@ -84,6 +84,15 @@ async def test_unknown_peer_is_given_up(world: World) -> None:
     world.look(10.0)
     assert "is known" in str(world.gone[0])
     assert world.now_s <= SILENT_S + 2 * LOOK_S
+
+
+@pytest.mark.parametrize("why", ["silent", "down", "unknown"])
+async def test_a_rank_that_is_no_member_blames_itself(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.agent.connected = why != "down"
+    world.agent.known = None if why == "unknown" else Peer()
+    monkeypatch.setattr(world.agent, "explain", lambda error: MembershipEndedError(f"revoked; {error}"))
+    world.look(20.0)
+    assert [(type(error), "revoked" in str(error)) for error in world.gone] == [(MembershipEndedError, True)]
 
 
 @pytest.mark.parametrize("why", ["silent", "down", "unknown"])
