@@ -367,6 +367,9 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def _describe(self) -> None:
         self.record = dataclasses.replace(self.record, weights_fingerprint=self.weights.fingerprint)
         self.core.describe(self.record)
+        why = self.weights.why
+        if why is not None:  # what is not computed yet would be with other weights
+            self.core.sources.fail_unsent(WeightsUnknownError(f"weights_fingerprint is not known: {why}"))
 
     def _hear(self) -> None:
         poller = zmq.Poller()

@@ -205,6 +205,13 @@ class SourceRooms:
             if made is not None and not made.is_over:
                 self._fail(made, TransferCancelledError(why or "the request was aborted"), is_told=False)
 
+    def fail_unsent(self, error: KvxferError) -> None:
+        """No room of which something is not sent yet comes to an end, for that reason."""
+        with self._lock:
+            for made in self._rooms.values():
+                if not made.is_over and not made.is_all_sent:
+                    self._fail(made, error)
+
     def clear(self, room: int) -> None:
         """Forget a room, after :meth:`abort` if it is not over. May be repeated."""
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.sglang.source import RoomReader
-from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.errors import ClosedError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.types import Role, unknown_fingerprint
 from tests.support.sglang_core.cores import (
     RECORD,
@@ -277,6 +277,21 @@ def test_weights_that_are_unknown_from_now_on_are_refused(p: Rank, d: Rank) -> N
     _, _, code, text = d.wait("failed", 6, 3.0)
     assert code == "weights_unknown"
     assert "they were updated" in text
+
+
+def test_prompts_that_wait_when_weights_change_fail_by_that_name(p: Rank, d: Rank) -> None:
+    """What is sent by then was computed with what it says."""
+    for room in (5, 6, 7):
+        open_room(p, d, room, (room,), room - 5)
+    until(lambda: d.core.statistics().agent.pulls.queued == 3)
+    p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
+    p.sources.send(6, 0, (8,), is_last=False)
+    p.sources.fail_unsent(WeightsUnknownError("they were updated"))
+    for room in (6, 7):
+        assert d.wait("failed", room, 1.0)[2] == p.wait("unsent", room, 1.0)[2] == "weights_unknown"
+        assert "they were updated" in d.wait("failed", room)[3]
+    d.wait("done", 5)
+    idle(p, d)
 
 
 def test_more_pages_than_are_wanted_fail_the_room(p: Rank, d: Rank) -> None:
