@@ -195,7 +195,7 @@ test-sglang-e2e: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 
 # The router in front of SGLang's servers: one, and a pair with the transfer backend.
 test-sglang-router: install $(SGLANG)/.installed-$(SGLANG_VERSION)
-	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/sglang/test_router.py tests/sglang/test_load.py $(ARGS)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/sglang/test_router.py tests/sglang/test_load.py tests/sglang/test_secured.py $(ARGS)
 
 $(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
 	@echo "kvxfer: installing SGLang $(SGLANG_VERSION) for CPU into $(SGLANG)"

@@ -15,7 +15,7 @@ from tests.support.sglang import launch
 
 HERE = pathlib.Path(__file__).resolve().parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-ELSEWHERE = ("test_load.py", "test_router.py")
+ELSEWHERE = ("test_load.py", "test_router.py", "test_secured.py")
 collect_ignore = [path.name for path in HERE.glob("test_*.py") if (path.name in ELSEWHERE) == HAS_SGLANG]
 
 if HAS_SGLANG:

@@ -7,9 +7,11 @@ It runs in kvxfer's own environment; the servers have SGLang's.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from kvxfer.connectors.sglang.options import Options
 from tests.support.openai_asks import Asks
 from tests.support.routers import RouterProcess
 from tests.support.sglang.stock import NAME, PYTHON, StockSglang
@@ -169,6 +172,22 @@ def test_what_is_the_clients_fault_is_told_and_counts_for_nothing(pair: Pair) ->
     assert len(pair.asks.complete("a text").text) > 0
     workers = httpx.get(f"{pair.router.url}/v1/workers", trust_env=False).json()["data"]
     assert [worker["health"]["failures_in_a_row"] for worker in workers] == [0, 0]
+
+
+def test_a_pause_of_the_prefill_server_fails_no_request(one: One, pair: Pair) -> None:
+    """Some of the requests have come by then, some come in the pause, which is longer than a silent engine counts as
+    alive."""
+    names = ["700 tokens", "generate", "completion", "chat, stream"]
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        sent = [pool.submit(ANSWERS[name], pair.asks) for name in names[:2]]
+        assert ask(pair.prefill.url, "/pause_generation", mode="in_place").status_code == 200
+        try:
+            sent += [pool.submit(ANSWERS[name], pair.asks) for name in names[2:]]
+            time.sleep(Options.engine_silent_s + 3.0)
+            assert not sent[-1].done()
+        finally:
+            assert ask(pair.prefill.url, "/continue_generation").status_code == 200
+        assert [answer.result() for answer in sent] == [one.alone[name] for name in names]
 
 
 def test_a_client_that_leaves_frees_both_servers(pair: Pair) -> None:

@@ -5,6 +5,7 @@ NIXL's registers the pages as VRAM, which UCX refuses. Knows its command line on
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 
 import httpx
 
@@ -19,16 +20,24 @@ NAME = "tiny"
 
 
 class StockSglang(StockEngine):
-    """``role``: prefill, decode, or nothing for a server that does both."""
+    """``role``: prefill, decode, or nothing for a server that does both. ``settings``: of its environment."""
 
-    def __init__(self, name: str, directory: pathlib.Path, model: pathlib.Path, role: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: pathlib.Path,
+        model: pathlib.Path,
+        role: str = "",
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         [self.bootstrap] = free_ports(1)
 
         def command(port: int) -> list[str]:
             flags = ("--served-model-name", NAME, "--disable-radix-cache")
             return launch.server(str(PYTHON), str(model), port, *flags, role=role, bootstrap=self.bootstrap)
 
-        more = {**launch.ENVIRONMENT, "PYTHONPATH": launch.python_path(environment()["PYTHONPATH"])}
+        path = launch.python_path(environment()["PYTHONPATH"])
+        more = {**launch.ENVIRONMENT, "PYTHONPATH": path, **(settings or {})}
         super().__init__(name, directory, command, more, ready_path="/v1/models")
 
     @property
