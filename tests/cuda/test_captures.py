@@ -1,5 +1,5 @@
-"""Transfers while the reader's engine captures a CUDA graph, in the mode that torch has by default: two processes, memory
-on a CUDA device."""
+"""Transfers while the reader's engine captures a CUDA graph, in the mode that torch has by default: two processes,
+memory on a CUDA device."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Driver:
         self.library.fake_set(delay_us, has_batch, held, failing_copies, failing_allocs, lost)
 
     def capture(self, is_capturing: bool = True, *, query: int = 0, record: int = 0) -> None:
-        """The engine captures a graph in CUDA's global mode, or does not. ``query`` and ``record`` are what every question
-        about an event, and every record of one, is answered; 0: the truth."""
+        """The engine captures a graph in CUDA's global mode, or does not. ``query`` and ``record`` are what every
+        question about an event, and every record of one, is answered; 0: the truth."""
         self.library.fake_capture(is_capturing, query, record)
 
     def count(self, what: str) -> int:
