@@ -65,6 +65,7 @@ def judge_run(run: LoadRun, summary: RunSummary, steadiness: Stationarity) -> li
         _undelivered(run),
         _stamped_late(run),
         _offered_less(run, summary),
+        _untold(run),
         _warm(run),
         _backlog(steadiness),
         _worsening(steadiness),
@@ -199,6 +200,25 @@ def _offered_less(run: LoadRun, summary: RunSummary) -> RunVerdict | None:
         "longer run, or a shorter think time, comes nearer to the rate.",
         False,
     )
+
+
+OF_UNTOLD = {
+    "due_s": ("when requests were to be sent", "how late the generator was"),
+    "output_tokens_asked": ("how long answers were asked to be", "whether they are short"),
+    "output_tokens": ("how many tokens came", "TPOT"),
+    "longest_gap_s": ("the gaps between chunks", "how evenly text came"),
+    "cached_tokens": ("what a prefix cache had", "whether it was warm"),
+}
+"""What another tool may not tell, and what was therefore not judged: no finding of these is none."""
+
+
+def _untold(run: LoadRun) -> RunVerdict | None:
+    missing = run.settings.get("not_told") or ()
+    found = [words for name, words in OF_UNTOLD.items() if name in missing]
+    if not found:
+        return None
+    told, judged = ("; ".join(part) for part in zip(*found, strict=True))
+    return RunVerdict("untold", f"{run.driver} does not tell: {told}. So it was not judged: {judged}.", False)
 
 
 def _warm(run: LoadRun) -> RunVerdict | None:

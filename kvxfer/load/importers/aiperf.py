@@ -53,7 +53,15 @@ def read_aiperf(path: pathlib.Path) -> list[LoadRun]:
     settings["tokens_from"] = sorted({record.tokens_from for record in records if record.tokens_from})
     is_open = settings.get("schedule") == "fixed_schedule"
     run = made_run(
-        records, name=NAME, driver=NAME, began=zero / 1e9, rate=rate, is_open=is_open, settings=settings, ended=ended
+        records,
+        name=NAME,
+        driver=NAME,
+        began=zero / 1e9,
+        rate=rate,
+        is_open=is_open,
+        is_due_told=issued,
+        settings=settings,
+        ended=ended,
     )
     return [run]
 

@@ -63,6 +63,7 @@ def read_aiperf_raw(path: pathlib.Path) -> list[LoadRun]:
         began=zero / 1e9,
         rate=rate,
         is_open=settings.get("schedule") == "fixed_schedule",
+        is_due_told=issued,
         settings=settings,
         ended=ended,
     )

@@ -77,7 +77,8 @@ def _run(path: pathlib.Path, benchmark: Members, number: int, version: str | Non
         size = rate if rate is not None else streams
         name = "-".join([NAME, settings["schedule"] or str(number), *([f"{size:g}"] if size is not None else [])])
     zero = min(record.due_s for record in records)
-    run = made_run(records, name=name, driver=NAME, began=zero, rate=rate or None, settings=settings)
+    common: dict[str, Any] = {"name": name, "driver": NAME, "began": zero, "is_due_told": targeted}
+    run = made_run(records, **common, rate=rate or None, settings=settings)
     _measured(benchmark, run, zero)
     return run
 

@@ -44,7 +44,7 @@ def read_inference_perf(path: pathlib.Path, values: list[Any]) -> list[LoadRun]:
         "due_is": DUE_IS_START,
         "tokens_from": sorted({record.tokens_from for record in records if record.tokens_from}),
     }
-    return [made_run(records, name=NAME, driver=NAME, began=None, settings=settings)]
+    return [made_run(records, name=NAME, driver=NAME, began=None, is_due_told=False, settings=settings)]
 
 
 def _record(one: Members) -> MeasuredRequest:

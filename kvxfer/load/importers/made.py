@@ -120,14 +120,15 @@ def made_run(
     began: float | None,
     rate: float | None = None,
     is_open: bool = False,
+    is_due_told: bool,
     settings: dict[str, Any],
     ended: str = "complete",
 ) -> LoadRun:
     """A run whose clock begins when its first request was due.
 
     ``began``: that time as Unix seconds, None where the tool does not tell it (it is 0 then). ``is_open``: as of
-    :func:`window_of`; a run with a rate is. The records' times are
-    shifted, and the records sorted and numbered, in place.
+    :func:`window_of`; a run with a rate is. ``is_due_told``: due times are not when the requests were sent. The
+    records' times are shifted, and the records sorted and numbered, in place.
     """
     records.sort(key=lambda record: (record.due_s, record.sent_s if record.sent_s is not None else math.inf))
     zero = records[0].due_s if records else 0.0
@@ -139,7 +140,7 @@ def made_run(
             if value is not None:
                 setattr(record, field, value - zero)
     begin, end, how = window_of(records, rate, is_open or rate is not None)
-    untold = [] if began is not None else ["began_unix_s"]
+    untold = [*([] if began is not None else ["began_unix_s"]), *([] if is_due_told else ["due_s"])]
     for field in ("request_id", "prompt_tokens", "output_tokens_asked"):
         if records and not any(getattr(record, field) for record in records):
             untold.append(field)

@@ -82,4 +82,5 @@ def read_vllm_bench(path: pathlib.Path, values: dict[str, Any]) -> list[LoadRun]
             settings[name] = values[name]
     rate = values.get("request_rate")
     asked = float(rate) if isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < 1e9 else None
-    return [made_run(records, name=NAME, driver=NAME, began=None, rate=asked, settings=settings)]
+    common: dict[str, Any] = {"name": NAME, "driver": NAME, "began": None, "is_due_told": queued is not None}
+    return [made_run(records, **common, rate=asked, settings=settings)]

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.load.conclude import judge
 from kvxfer.load.importers import aiperf_raw
 from kvxfer.load.importers.read import ImportFormat, join_router_log, read_results
+from kvxfer.load.options import GoalOptions
 from kvxfer.load.run import LoadRun
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -56,6 +58,24 @@ def test_the_tool_is_found_out_and_every_record_is_whole(tool: ImportFormat) -> 
             assert record.status == 200
             assert near(record.ttft_since_sent_s, 0.2, 0.16)
             assert record.sent_s <= record.first_s <= record.last_s <= record.end_s + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "unsaid"),
+    [
+        (ImportFormat.INFERENCE_PERF, "when requests were to be sent", "how long answers were asked to be"),
+        (ImportFormat.VLLM_BENCH, "how long answers were asked to be", "the gaps between chunks"),
+        (ImportFormat.GUIDELLM, "the gaps between chunks", "when requests were to be sent"),
+    ],
+)
+def test_what_a_tool_does_not_tell_is_no_good_sign(tool: ImportFormat, said: str, unsaid: str) -> None:
+    """A generator is not in time, and answers are not as long as asked, where nobody knows."""
+    run = read_results(FILES[tool])[0]
+    [untold] = [one for one in judge(run, GoalOptions()).verdicts if one.name == "untold"]
+    assert untold.sentence.startswith(f"{tool.value} does not tell: ")
+    assert said in untold.sentence
+    assert unsaid not in untold.sentence
+    assert not untold.is_failure
 
 
 def test_aiperf_with_a_schedule() -> None:
