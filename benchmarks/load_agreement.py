@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -31,6 +32,7 @@ import numpy as np
 
 from kvxfer.load.drive.start import drive
 from kvxfer.load.drive_aiperf import drive_aiperf
+from kvxfer.load.limits import LatencyLimits
 from kvxfer.load.offered import body_maker, workload_from
 from kvxfer.load.options import DriveOptions, TargetOptions, WorkloadOptions
 from kvxfer.load.record import MeasuredRequest
@@ -38,16 +40,13 @@ from kvxfer.load.record import MeasuredRequest
 HERE = pathlib.Path(__file__).resolve().parent
 NATIVE, AIPERF = "native", "aiperf"
 TTFT_MS, ITL_MS, LATE_MS = 200.0, 20.0, 100.0
-TTFT_LIMIT_S, TPOT_LIMIT_S = 0.25, 0.03
 PERCENTILES = (50, 90)
 LATEST_S = 0.03
 """A turn in which any request was sent later than this says how busy the machine was: it is void, and taken again."""
 TRIES = 3
 
 
-def in_time(record: MeasuredRequest) -> bool:
-    tpot_s = record.tpot_s
-    return record.ttft_s <= TTFT_LIMIT_S and (tpot_s is None or tpot_s <= TPOT_LIMIT_S)
+LIMITS = LatencyLimits(ttft_s=0.25, tpot_s=0.03)
 
 
 @dataclasses.dataclass
@@ -68,7 +67,7 @@ class Turn:
         found: dict[str, float] = {}
         reads: dict[str, Callable[[MeasuredRequest], float]] = {
             "TTFT since sent": lambda record: record.ttft_since_sent_s,
-            "TPOT": lambda record: record.tpot_s or 0.0,
+            "TPOT": lambda record: math.inf if record.tpot_s is None else record.tpot_s,
             "E2E": lambda record: record.e2e_s,
             "lateness": lambda record: record.lateness_s or 0.0,
         }
@@ -76,7 +75,7 @@ class Turn:
             values = [read(record) * 1e3 for record in good]
             for percentile in PERCENTILES:
                 found[f"{name} p{percentile}, ms"] = float(np.percentile(values, percentile))
-        found["goodput, 1/s"] = sum(in_time(record) for record in good) / self.window_s
+        found["goodput, 1/s"] = sum(LIMITS.is_met(record) for record in good) / self.window_s
         return found
 
 
@@ -147,8 +146,8 @@ def table(turns: list[Turn]) -> tuple[list[str], bool]:
         lines.append(f"{name:24} {ours:10.3f} {theirs:10.3f} {ratio:8.4f} {difference:+11.3f}  {shown}  {verdict}")
     failed = {one.driver: sum(not record.is_good for record in one.records) for one in turns}
     for one in turns:
-        missed = [record for record in one.records if record.is_good and not in_time(record)]
-        early = [record for record in missed if record.ttft_since_sent_s <= TTFT_LIMIT_S]
+        missed = [record for record in one.records if record.is_good and not LIMITS.is_met(record)]
+        early = [record for record in missed if record.ttft_since_sent_s <= (LIMITS.ttft_s or 0.0)]
         lines.append(
             f"{one.driver}: {len(missed)} not in time, {len(early)} of them by the driver's lateness or their TPOT;"
             f" latest {one.latest_s * 1e3:.1f} ms"
