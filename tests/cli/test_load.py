@@ -302,5 +302,5 @@ def test_a_search_of_engines_that_begin_cold_knows_the_rate_within_a_factor(tmp_
     assert found["warmup"]["is_settled"], found["warmup"]
     assert found["warmup"]["medians_s"][0] > 2 > 4 * found["warmup"]["medians_s"][-1]
     assert found["rate"], done.stdout
-    assert found["high"] <= 2 * found["low"], done.stdout
+    assert found["high"] <= 2.5 * found["low"], done.stdout
     assert 25 < found["rate"] < 60, done.stdout
