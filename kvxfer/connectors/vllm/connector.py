@@ -236,7 +236,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """By stage and tensor rank."""
         self._know_ranks([metadata[place] for place in sorted(metadata)])
 
-    def _know_ranks(self, ranks: list[KvxferHandshake]) -> None:
+    def _know_ranks(self, found: list[Any]) -> None:
+        ranks = [rank for rank in found if isinstance(rank, KvxferHandshake)]  # MultiConnector gives one's to all
         agent_metadata = tuple(rank.agent_metadata for rank in ranks if rank.agent_metadata)
         self._scheduler.set_incarnations(tuple(rank.incarnation for rank in ranks), agent_metadata)
         for rank in ranks:

@@ -66,6 +66,8 @@ class Decode:
     traceparent: str | None
     computed: int = 0
     """Tokens that vLLM had when it last asked; the load begins after them."""
+    is_offered: bool = False
+    """Whether vLLM was told then that there are more to load."""
     is_waiting: bool = False
     """Whether its source has not begun it; it gets no blocks."""
     is_known: bool = False
@@ -235,6 +237,13 @@ def not_tried(decode: Decode, code: str, text: str, seconds: float) -> Report:
         early_bytes=0,
         attempts=0,
     )
+
+
+def passed_over(decode: Decode) -> Report:
+    """The report of a load that vLLM did not want. It is no failure: beside another connector (MultiConnector), the
+    first one with a part of the prompt loads that part, and the engine computes what that part lacks."""
+    text = "vLLM took nothing: another connector before this one, or its own cache, had a part of the prompt"
+    return not_tried(decode, "", text, 0.0)
 
 
 def worst(reports: list[Report]) -> Report:

@@ -3,7 +3,6 @@ one, and what the worker half must do about them in the coming step.
 
 It sees vLLM's requests and scheduler outputs by attribute, keeps one entry a request, and has no IO, clock or thread.
 It never raises over a request's parameters: a request with invalid parameters is computed here.
-
 If vLLM gives granted blocks to another request, the same step's orders revoke the grant before the forward writes.
 """
 
@@ -30,6 +29,7 @@ from kvxfer.connectors.vllm.requests import (
     load_of,
     not_tried,
     open_of,
+    passed_over,
     remote,
     wait_of,
     whole,
@@ -154,9 +154,9 @@ class SchedulerHalf:
         if why is not None:
             self._decline(decode, why)
             return 0
-        if decode.tokens <= computed:
+        decode.computed, decode.is_offered = computed, decode.tokens > computed
+        if not decode.is_offered:
             return 0
-        decode.computed = computed
         return None if decode.is_waiting else decode.tokens - computed
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
@@ -166,6 +166,7 @@ class SchedulerHalf:
         if decode is None or decode.is_settled or decode.is_loading:
             return
         if external == 0:
+            decode.reports += [passed_over(decode)] if decode.is_offered else []
             self._release(decode)
             return
         decode.cached = decode.computed
@@ -261,9 +262,8 @@ class SchedulerHalf:
             accepts=tuple(self._accepts),
             revokes=() if revoke is None else (revoke,),
         )
-        self._waits, self._accepts = [], []
-        self._closes, self._finishes, self._keeps = [], [], []
-        self._loads, self._cancels, self._releases = [], [], []
+        self._waits, self._accepts, self._closes, self._finishes = [], [], [], []
+        self._keeps, self._loads, self._cancels, self._releases = [], [], [], []
         return orders
 
     def received(self, request_ids: Iterable[str]) -> None:

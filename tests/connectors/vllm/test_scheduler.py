@@ -412,3 +412,25 @@ def test_fewer_tokens_than_were_offered_are_fetched_from_where_they_begin() -> N
     half.allocated(request, [[9, 8, 7, 6]], 16)
     (load,) = step(half).loads
     assert (load.first, load.blocks, load.has_direct) == (1, (8,), False)
+
+
+@pytest.mark.parametrize(("cached", "is_told"), [(0, True), (16, True), (48, False)])
+def test_a_load_that_vllm_did_not_want_is_told_unless_its_own_cache_had_all(cached: int, is_told: bool) -> None:
+    """Under MultiConnector the first connector with a part of the prompt loads it, and the others are asked too."""
+    half = new_half()
+    answer = half.finished(Request("r", list(range(40)), PREFILL, Status.FINISHED_STOPPED), [[1, 2, 3]])[1]
+    decode = Request("d", list(range(40)), answer)
+    half.on_new_request(decode)
+    assert bool(half.matched(decode, cached)) is is_told
+    half.allocated(decode, [[4, 5, 6]], 0)
+    assert [release.request_id for release in step(half, {"d": ([4, 5, 6], cached, 24)}).releases] == ["d"]
+    decode.status = Status.FINISHED_STOPPED
+    stays, told = half.finished(decode, [[4, 5, 6]])
+    assert not stays
+    if not is_told:
+        assert told is None
+        return
+    assert told is not None
+    assert (told["kvxfer"]["code"], told["kvxfer"]["bytes"]) == ("", 0)
+    assert "another connector" in told["kvxfer"]["text"]
+    assert half.take_ended() == []

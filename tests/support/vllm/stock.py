@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 
 from tests.support.local_http import free_ports
 from tests.support.stock_engines import StockEngine
@@ -17,13 +18,14 @@ WHEELS = (ROOT / "build" / "nixl-wheel", ROOT / "build" / "nixl-name")
 drop-in takes that name."""
 
 
-def stock_vllm(name: str, directory: pathlib.Path, model: pathlib.Path, role: str = "") -> StockEngine:
-    """``role``: kv_producer, kv_consumer, or nothing for an engine without a connector."""
+def stock_vllm(
+    name: str, directory: pathlib.Path, model: pathlib.Path, role: str = "", *, flags: Sequence[str] = ()
+) -> StockEngine:
+    """``role``: kv_producer, kv_consumer, or nothing for an engine without a connector. ``flags``: more of vLLM's."""
     more = {**SETTINGS, "VLLM_PLUGINS": ""}  # no plugin, so not kvxfer's
-    flags: list[str] = []
     if role:
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-        flags = ["--kv-transfer-config", json.dumps(transfer)]
+        flags = [*flags, "--kv-transfer-config", json.dumps(transfer)]
         [side_port] = free_ports(1)
         more |= {
             "PYTHONPATH": os.pathsep.join([*map(str, WHEELS), *filter(None, [os.environ.get("PYTHONPATH")])]),
