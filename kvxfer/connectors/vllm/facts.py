@@ -40,6 +40,9 @@ def engine_facts(vllm_config: Any, variables: Collection[str] | None = None) -> 
     settings = _members(vllm_config)
     if not is_drafted:
         settings.pop("speculative_config", None)
+    more = settings.get("additional_config")
+    if more is not None and hasattr(more, "compute_hash"):  # a platform's own object, which says itself what it is
+        settings["additional_config"] = str(more.compute_hash())
     facts = facts_of(settings, CONFIG)
     model = vllm_config.model_config
     facts |= _model_facts(model, "")

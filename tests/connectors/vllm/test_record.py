@@ -79,6 +79,25 @@ def test_flags_of_the_engine_are_of_its_config() -> None:
         assert [difference[0] for difference in differing(plain, facts)] == [name]
 
 
+def test_a_platforms_own_settings_say_themselves_what_they_are() -> None:
+    class Own:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def compute_hash(self) -> str:
+            return f"of {self.value}"
+
+    model = dataclass_of("ModelConfig", max_model_len=8, hf_config=HfConfig(hidden_size=8))
+
+    def of(value: Any) -> dict[str, str]:
+        return engine_facts(dataclass_of("VllmConfig", model_config=model, additional_config=value), variables=())
+
+    assert of(Own(1)) == of(Own(1))
+    assert list(differences(facts_text(of(Own(1))), facts_text(of(Own(2))))) == [("additional_config", "of 1", "of 2")]
+    with pytest.raises(ConfigError, match="additional_config has a value of type object"):
+        of(object())
+
+
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "text_config"])
 def test_rotary_embeddings_chosen_by_the_longest_context_are_of_its_config(name: str) -> None:
     long = {name: {"rope_type": "longrope", "short_factor": [1.0]}}
