@@ -1,4 +1,6 @@
-"""A prefix that is longer than vLLM's primary tier: as much of it comes back as there is room for, again and again."""
+"""A prefix that is longer than vLLM's primary tier: as much of it comes back as there is room for, again and again.
+Without the tier's help vLLM brings nothing of it back: each block takes the row of one before it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_of_a_prefix_longer_than_the_primary_tier_a_part_comes_back(
         for time in range(3):
             tokens, cached = ask(small, 1)
             assert tokens == wanted
-            assert BLOCK_TOKENS * ROWS // 2 <= cached <= BLOCK_TOKENS * ROWS, f"{cached} the {time + 1}. time"
+            assert cached >= BLOCK_TOKENS * ROWS // 2, f"{cached} the {time + 1}. time"
             ask(small, 100 + time)  # pushes it out of the device's cache
         assert small.errors() == {}
         whole = next(path for path in files(tmp_path / "store"))

@@ -48,6 +48,8 @@ class _AskedKeys:
 
     found: dict[bytes, bool] = dataclasses.field(default_factory=dict)
     failed: set[bytes] = dataclasses.field(default_factory=set)
+    offered: set[bytes] = dataclasses.field(default_factory=set)
+    """Blocks that are here, of which the engine has begun no load in this step."""
 
 
 class TierJobs:
@@ -61,6 +63,8 @@ class TierJobs:
         self._block_bytes = block_bytes
         self._record = record
         self._requests: dict[str, _AskedKeys] = {}
+        self._offering: set[str] = set()
+        """Requests that were told in this step of blocks that are here."""
         self._changed = threading.Condition()
         self._running = 0
         self._ended: collections.deque[tuple[JobEnd, bool, bytes]] = collections.deque()
@@ -80,10 +84,21 @@ class TierJobs:
         if presence is not Presence.ASKED and is_new:
             asked.found[key] = presence is Presence.HERE
             self.counter.found(presence is Presence.HERE)
+        if presence is Presence.HERE:
+            asked.offered.add(key)
+            self._offering.add(request_id)
         return presence
 
     def step_over(self) -> None:
-        """The engine has come to the end of a step."""
+        """The engine has come to the end of a step. A block that it was told of, and did not load, found no row in the
+        engine's primary tier. For that request it is absent from now on: a row for it would be that of a block before
+        it, which the request needs more, and so on for ever."""
+        for request_id in self._offering:
+            asked = self._requests.get(request_id)
+            if asked is not None:
+                asked.failed |= asked.offered
+                asked.offered.clear()
+        self._offering.clear()
         self.store.flush()
 
     def request_over(self, request_id: str) -> None:
@@ -105,6 +120,9 @@ class TierJobs:
 
     def load(self, job_id: int, request_id: str, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Copy those blocks to rows."""
+        asked = self._requests.get(request_id)
+        if asked is not None:
+            asked.offered.difference_update(map(bytes, keys))
         self._begin(job_id, request_id, keys, rows, is_load=True)
 
     def take_ended(self) -> list[JobEnd]:

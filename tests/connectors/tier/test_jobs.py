@@ -116,6 +116,39 @@ def test_a_request_does_not_try_a_block_again_that_failed_for_it(engine: Weighed
     assert jobs.counter.total().errors == {("load", "block_damaged"): 1}
 
 
+def test_of_a_prefix_longer_than_the_primary_tier_as_much_comes_back_as_has_room(engine: Weighed) -> None:
+    """The primary tier of vLLM: a block that is here gets a row at once, that of the least recently used block where
+    none is free; a row whose load runs is not to be had."""
+    jobs, store, rows_max = engine.jobs, engine.store, 4
+    keys = [bytes([number]) * 36 for number in range(10)]
+    store.names = {BlockName(FIRST, key) for key in keys}
+    rows: dict[bytes, bool] = {}  # by last use: whether it is there
+    for _ in range(5):
+        prefix, pending, promoted = 0, False, []
+        for key in keys:
+            if key not in rows:
+                evictable = next((row for row, is_there in rows.items() if is_there), None)
+                is_here = jobs.find("a", key) is Presence.HERE
+                if not is_here or (len(rows) == rows_max and evictable is None):
+                    break
+                if len(rows) == rows_max and evictable is not None:
+                    del rows[evictable]
+                rows[key] = False
+                promoted.append(key)
+            pending |= not rows[key]
+            prefix += 1
+        if promoted:
+            jobs.load(1, "a", promoted, list(range(len(promoted))))
+        jobs.step_over()
+        store.finish()
+        for end in jobs.take_ended():
+            rows.update(dict.fromkeys(end.good_keys, True))
+        if not pending:
+            break
+    assert (prefix, pending) == (rows_max, False)
+    assert jobs.find("b", keys[-1]) is Presence.HERE  # another request may have more room
+
+
 def test_with_unknown_weights_nothing_is_stored_or_loaded_by_name(engine: Weighed) -> None:
     engine.store.names = {BlockName(FIRST, KEYS[0])}
     engine.record = None
