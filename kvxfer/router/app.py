@@ -27,6 +27,7 @@ from kvxfer.router.apis import ROUTES, Api
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.cors import ALLOW_ORIGIN, PREFLIGHT, VARY, Cors, is_for_pages
+from kvxfer.router.fleet.listed_models import listed_of
 from kvxfer.router.front import Door, Front
 from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
@@ -174,14 +175,19 @@ def build_app(
         allowed = keyed.models
         return lambda model: allowed is None or model in allowed
 
-    def describe_model(model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": started_unix_s, "owned_by": "kvxfer"}
+    def describe_model(model: str, may_use: Callable[[str], bool]) -> dict[str, Any]:
+        """An adapter names the model that it belongs to: a key sees it where it may use it."""
+        hidden = {name for name in core.workers.models() if not may_use(name)}
+        said = listed_of(model, core.workers.entries())
+        shown = {name: value for name, value in said.items() if value not in hidden}
+        return {"id": model, "object": "model", "created": started_unix_s, "owned_by": "kvxfer", **shown}
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models that some worker serves."""
-        names = filter(check(request), core.workers.models())
-        return JSONResponse({"object": "list", "data": [describe_model(name) for name in names]})
+        may_use = check(request)
+        names = filter(may_use, core.workers.models())
+        return JSONResponse({"object": "list", "data": [describe_model(name, may_use) for name in names]})
 
     @app.get("/v1/models/{model:path}")
     async def model_by_name(request: Request, model: str) -> Response:
@@ -191,7 +197,7 @@ def build_app(
             raise RequestError(
                 f"model: {model!r} is not served here", param="model", status=404, error_code="model_not_found"
             )
-        return JSONResponse(describe_model(model))
+        return JSONResponse(describe_model(model, may_use))
 
     @app.get("/v1/workers")
     async def workers(request: Request) -> Response:

@@ -16,6 +16,12 @@ from kvxfer.router.fleet.worker import MODEL_CHARS_MAX
 from kvxfer.types import Load
 
 MODELS_MAX = 256
+CONTEXT = "max_model_len"
+OWN_MEMBERS = frozenset({"id", "object", "created", "owned_by"})
+"""Of an entry of ``/v1/models``: the router says these itself."""
+LISTED_MEMBERS_MAX = 32
+LISTED_BYTES_MAX = 4096
+"""Of what is kept of one entry; one with more keeps its context alone."""
 COUNT_MAX = 1 << 40
 PERMILLE = 1000
 """Blocks that stand for a whole pool whose size is not known."""
@@ -57,6 +63,8 @@ class EngineIdentity:
     max_context_tokens: int = 0
     block_tokens: int = 0
     pool_tokens: int = 0
+    listed: tuple[tuple[str, str], ...] = ()
+    """Of each model: its name, and as JSON the members of its entry that are one value (``root``, ``parent``)."""
 
 
 def read_metrics(page: bytes, dp_rank: int | None = None) -> EngineLoad | None:
@@ -110,8 +118,29 @@ def read_models(page: bytes) -> EngineIdentity | None:
         return None
     # An adapter names the model that it belongs to; a model's own entry comes first.
     entries.sort(key=lambda one: one.get("parent") is not None)
-    lengths = [_whole(one.get("max_model_len")) for one in entries]
-    return EngineIdentity(tuple(dict.fromkeys(one["id"] for one in entries)), lengths[0])
+    lengths = [_whole(one.get(CONTEXT)) for one in entries]
+    listed = {one["id"]: _listed(one) for one in reversed(entries)}
+    return EngineIdentity(tuple(dict.fromkeys(one["id"] for one in entries)), lengths[0], listed=tuple(listed.items()))
+
+
+def _listed(entry: dict[str, Any]) -> str:
+    plain = {name: one for name, one in entry.items() if one is None or isinstance(one, (bool, int, float, str))}
+    plain = {name: one for name, one in plain.items() if name not in OWN_MEMBERS}
+    plain[CONTEXT] = _whole(entry.get(CONTEXT))
+    if not plain[CONTEXT]:
+        del plain[CONTEXT]
+    text = _encoded(plain)
+    if len(plain) > LISTED_MEMBERS_MAX or not 0 < len(text) <= LISTED_BYTES_MAX:
+        return _encoded({name: one for name, one in plain.items() if name == CONTEXT})
+    return text
+
+
+def _encoded(values: dict[str, Any]) -> str:
+    """Empty where they hold a number that JSON has not, as 1e999 is read."""
+    try:
+        return json.dumps(values, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    except ValueError:
+        return ""
 
 
 def read_server_info(page: bytes) -> EngineIdentity:
