@@ -31,6 +31,7 @@ from kvxfer.router.fleet.listed_models import listed_of
 from kvxfer.router.front import Door, Front
 from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
+from kvxfer.router.responses import METHODS, NOT_FOUND
 from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
@@ -230,6 +231,7 @@ def build_app(
         """Prometheus' text format."""
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    _add_response_routes(app, front, bodies)
     add_admin_routes(app, core.workers, admin)
     add_ui_routes(app, core, door, admin)
     return app
@@ -250,3 +252,21 @@ def _add_hot_route(app: FastAPI, api: Api, front: Front, bodies: Bodies) -> None
         openapi_extra={"requestBody": document.request_body(api)},
         responses=document.responses(api),
     )
+
+
+def _add_response_routes(app: FastAPI, front: Front, bodies: Bodies) -> None:
+    async def serve(request: Request, response_id: str) -> Response:
+        """As the engine that keeps this response serves it."""
+        handler = front.find(request.method, request.url.path)
+        if handler is None:
+            raise RequestError(f"response_id: {response_id!a:.300} is no id", status=404, error_code=NOT_FOUND)
+        return _Served(handler, bodies)
+
+    for end, methods in METHODS.items():
+        for method in methods:
+            app.add_api_route(
+                f"/v1/responses/{{response_id}}{end}",
+                serve,
+                methods=[method],
+                operation_id=f"{method.lower()}_response{end.replace('/', '_')}",
+            )

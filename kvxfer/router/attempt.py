@@ -42,7 +42,6 @@ from kvxfer.router.record import RequestRecord
 from kvxfer.router.stream_relay import StreamRelay
 from kvxfer.router.tasks import cancel_all, finish
 from kvxfer.router.tracing import AttemptTrace
-from kvxfer.router.usage import MARKS as USAGE_MARKS
 from kvxfer.types import TransferId
 
 PREFILL_ANSWER_WAIT_S = 0.5
@@ -259,7 +258,7 @@ class Attempt:
                 write=self._answer.write,
                 write_chunks=self._answer.chunk_writer,
                 edit=self._edit,
-                edit_marks=MARKS if self._record.usage is None else (*MARKS, *USAGE_MARKS),
+                edit_marks=(*MARKS, *self._record.marks),
                 before_end=bytes if self._answer.account is None else self._tell_account,
             )
             self._relay = relay
@@ -290,10 +289,11 @@ class Attempt:
 
     def _edit(self, event: Event) -> bytes | None:
         """The event with what the router adds. P's own words are waited for, once, by the stream's end."""
+        if self._record.response is not None and self._record.response.begins(event.data, self._decode.ref):
+            return event.raw
         if self._awaits_prefill:
             return None
-        if self._record.usage is not None:
-            self._record.usage.note(event.data)
+        self._record.note(event.data, self._decode.ref)
         return self._merger.event(event, self._account(), self._prefilled())
 
     @property
@@ -313,8 +313,7 @@ class Attempt:
                 self._trace.end(self._core.now())
 
     async def _answer_whole(self, content: bytes) -> RequestOutcome:
-        if self._record.usage is not None:
-            self._record.usage.note(content)
+        self._record.note(content, self._decode.ref)
         if self._merger.is_concerned(content) or self._answer.account is not None:
             await self._hear_prefill()
             content = self._merger.body(content, self._account(), self._prefilled())

@@ -19,6 +19,7 @@ from kvxfer.router.headers import check_passed
 from kvxfer.router.history import History
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.responses import KeptResponses
 from kvxfer.router.tasks import cancel_all
 from kvxfer.router.tracing import Tracer
 from kvxfer.router.upstream import UpstreamDeadlines
@@ -67,6 +68,8 @@ class RouterCore:
         self.leg_keys = LegKeyFile()
         """What legs show to workers for which the coordinator names no key."""
         self.engine_names = EngineNames(workers.make_pool)
+        self.responses = KeptResponses()
+        """Which worker keeps which Response."""
         self.describe_process: Callable[[], dict[str, Any]] = dict
         """What ``/live`` says of this process, where the router has several."""
         self._background: set[asyncio.Task[Any]] = set()

@@ -31,6 +31,7 @@ from kvxfer.router.inbound import Inbound
 from kvxfer.router.keepalive import keeping_alive
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
+from kvxfer.router.responses import PREVIOUS, keeper_of, previous
 from kvxfer.types import AgentRef, Member
 
 RETRY_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
@@ -88,8 +89,10 @@ class Dispatcher:
     async def _try(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
         inbound = self._with_model(inbound)
         record.model = inbound.model
-        course = _Course(*inbound.needs())
         core = self._core
+        before = previous(inbound)
+        keeper = keeper_of(before, record.owner, core.responses, core.workers, param=PREVIOUS) if before else None
+        course = _Course(*inbound.needs(), keeper=keeper)
         core.retries.earn()
         attempt: Attempt | None = None
         try:
@@ -185,6 +188,9 @@ class Dispatcher:
         return inbound
 
     def _place(self, inbound: Inbound, course: _Course, record: RequestRecord) -> Placement:
+        if course.keeper is not None:
+            record.alone_for = b"field:" + PREVIOUS.encode()
+            return self._choose_for_one(inbound, course, PREVIOUS)
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
         goes_alone = self._goes_alone(course, inbound)
@@ -221,8 +227,13 @@ class Dispatcher:
 
     def _choose(self, inbound: Inbound, course: _Course, *, splits: bool) -> Placement:
         workers = self._core.workers
+        candidates = workers.candidates()
+        if course.keeper is not None:  # all others that decode would not know the Response
+            candidates = tuple(
+                one for one in candidates if one.member.ref == course.keeper or not one.member.info.role.can_decode
+            )
         return place(
-            workers.candidates(),
+            candidates,
             model=inbound.model,
             tie_break=self._tie_break(),
             sizes=course.sizes(),
@@ -242,6 +253,8 @@ class _Course:
 
     need: Need
     likely: Need
+    keeper: AgentRef | None = None
+    """The only one that can answer, as it keeps the Response that the request goes on from."""
     failures: int = 0
     last: Failure | None = None
     last_failed_at: Part | None = None

@@ -19,6 +19,7 @@ from kvxfer.router.account import RequestAccount
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.apis import Api, StreamStyle, api_of
 from kvxfer.router.apis.openai_style import OPENAI
+from kvxfer.router.apis.responses_style import RESPONSES
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.cors import PREFLIGHT, Cors
@@ -29,6 +30,7 @@ from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.pass_rules import PassRule
 from kvxfer.router.pass_through import PassThrough
 from kvxfer.router.record import RequestRecord
+from kvxfer.router.responses import METHODS, PATH, RULE, ResponseSeen, is_stored, keeper_of
 from kvxfer.router.tracing import RequestTrace
 from kvxfer.serving.exchange import ClientExchange, ClientGoneError, ExchangeHandler
 
@@ -133,8 +135,25 @@ class Front:
             if api is not None:
                 handler = self._handlers[path] = self._handler(api)
                 return handler
+        asked = PATH.fullmatch(path)
+        if asked is not None and method in METHODS[asked[2] or ""]:
+            return self._of_response(asked[1])
         rule = self._pass_through.rule_of(path)
         return None if rule is None else self._passing(rule)
+
+    def _of_response(self, response_id: str) -> ExchangeHandler:
+        async def handle(exchange: ClientExchange) -> None:
+            async def pass_on(
+                keyed: KeyedRequest, body: bytes, answer: ClientAnswer, record: RequestRecord
+            ) -> RequestOutcome:
+                core = self._core
+                ref = keeper_of(response_id, record.owner, core.responses, core.workers)
+                keyed.admit_unread(len(body), core.workers.worker(ref).member.info.model)
+                return await self._pass_through.serve(RULE, exchange, body, answer, record, ref)
+
+            await self._serve(RULE.prefix, RESPONSES, exchange, pass_on)
+
+        return handle
 
     def _handler(self, api: Api) -> ExchangeHandler:
         async def handle(exchange: ClientExchange) -> None:
@@ -143,6 +162,8 @@ class Front:
             ) -> RequestOutcome:
                 inbound = await self._inbound(api, body, exchange, record)
                 record.looked_at(inbound)
+                if is_stored(inbound):
+                    record.response = ResponseSeen(self._core.responses, record.owner)
                 inbound = keyed.admit(inbound, self._core.workers.models())
                 return await self._dispatcher.serve(inbound, answer, record)
 
@@ -182,6 +203,7 @@ class Front:
         try:
             authorization = exchange.header(b"authorization")
             keyed = self._keys.enter(None if authorization is None else authorization.decode("latin-1"))
+            record.owner = keyed.owner
             if keyed.name:
                 record.key_name, record.usage = keyed.name, keyed.usage
                 core.metrics.key_began(keyed.name)

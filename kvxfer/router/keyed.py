@@ -154,6 +154,14 @@ class KeyedRequest:
         return "" if self._holder is None else self._holder.name
 
     @property
+    def owner(self) -> bytes:
+        """By which requests of this holder are known, in every process of the router; empty where there is none."""
+        if self._holder is None:
+            return b""
+        name, digests = self._holder.identity
+        return b"\0".join((name.encode(), *digests))
+
+    @property
     def models(self) -> frozenset[str] | None:
         """Those that may be asked for; None: all."""
         return None if self._holder is None else self._holder.models

@@ -17,7 +17,15 @@ POOL_CHARS_MAX = 256
 ROLE_POOLS = ("prefill", "decode", "engine")
 """Pools by what a worker does; ``engine`` is one that serves whole requests. Every other word is a model's name."""
 OWN_PATHS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings"),
+    *(
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/",
+        "/v1/messages",
+        "/generate",
+        "/v1/embeddings",
+    ),
     *("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
     *("/v1/models", "/v1/models/", "/v1/workers", "/workers", "/workers/", "/live", "/health", "/ready", "/metrics"),
     *("/docs", "/docs/", "/openapi.json", "/ui", "/ui/"),

@@ -28,6 +28,7 @@ from kvxfer.router.pass_rules import PassRule, read_rules
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.upstream import UpstreamError, UpstreamPhase, UpstreamResponse, UpstreamUnprocessedError
 from kvxfer.serving.exchange import ClientExchange, Headers
+from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.router")
 
@@ -57,6 +58,7 @@ class _Passed:
     headers: Headers
     answer: ClientAnswer
     record: RequestRecord
+    ref: AgentRef | None
 
 
 class PassThrough:
@@ -71,9 +73,16 @@ class PassThrough:
         return next((rule for rule in self._rules if rule.matches(path)), None)
 
     async def serve(
-        self, rule: PassRule, exchange: ClientExchange, body: bytes, answer: ClientAnswer, record: RequestRecord
+        self,
+        rule: PassRule,
+        exchange: ClientExchange,
+        body: bytes,
+        answer: ClientAnswer,
+        record: RequestRecord,
+        ref: AgentRef | None = None,
     ) -> RequestOutcome:
-        """Answer one request. Raises RequestError for one that is not passed on, and NoWorkerError."""
+        """Answer one request; at ``ref`` and no other worker, if it is given. Raises RequestError for one that is not
+        passed on, and NoWorkerError."""
         _check(exchange)
         options = self._core.options
         passed_headers = headers.passed_header_pairs(
@@ -85,7 +94,7 @@ class PassThrough:
             credentials=self._core.worker_key.headers,
         )
         record.trace_id = headers.trace_id_in(passed_headers)
-        passed = _Passed(rule, exchange, body, passed_headers, answer, record)
+        passed = _Passed(rule, exchange, body, passed_headers, answer, record, ref)
         interrupts: Interrupts[bool] = Interrupts()
         answer.on_client_gone(lambda: interrupts.interrupt(True))
         try:
@@ -108,7 +117,7 @@ class PassThrough:
     async def _try(self, passed: _Passed) -> RequestOutcome:
         core, record, failed = self._core, passed.record, set[str]()
         core.retries.earn()
-        chosen = self._choose(passed.rule, failed)
+        chosen = self._choose(passed, failed)
         if chosen is None:
             raise NoWorkerError(f"no worker of {passed.rule.pool!a} takes requests now")
         while True:
@@ -118,7 +127,7 @@ class PassThrough:
             except PassedFailed as error:
                 last = error
             failed.add(chosen.agent_id)
-            chosen = self._choose(passed.rule, failed)
+            chosen = self._choose(passed, failed)
             if not last.is_repeatable or chosen is None or record.attempts >= core.options.attempts_max:
                 break
             if not core.retries.take(core.now()):
@@ -130,9 +139,12 @@ class PassThrough:
         is_busy = last.failure.status == failure.UNAVAILABLE
         return RequestOutcome.UNAVAILABLE if is_busy else RequestOutcome.FAILED
 
-    def _choose(self, rule: PassRule, failed: set[str]) -> Candidate | None:
-        """The worker of the pool that has the least to do, without those of ``failed``."""
-        known = self._core.workers.candidates()
+    def _choose(self, passed: _Passed, failed: set[str]) -> Candidate | None:
+        """The worker of the pool that has the least to do, without those of ``failed``. One that is asked for by name
+        is taken also while it gets no new work."""
+        known, rule = self._core.workers.candidates(), passed.rule
+        if passed.ref is not None:
+            return next((one for one in known if one.member.ref == passed.ref and one.agent_id not in failed), None)
         usable = [one for one in known if _is_in(one, rule.pool) and one.agent_id not in failed and is_placeable(one)]
         return min(usable, key=lambda one: (one.is_last_choice, decode_cost(one), random.random()), default=None)
 

@@ -12,8 +12,12 @@ from kvxfer.router.account import RequestAccount
 from kvxfer.router.history import TEXT_MAX, Decision, History
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import RequestOutcome, RouterMetrics
+from kvxfer.router.responses import MARKS as RESPONSE_MARKS
+from kvxfer.router.responses import ResponseSeen
 from kvxfer.router.tracing import EndedRequest, RequestTrace, Tracer
+from kvxfer.router.usage import MARKS as USAGE_MARKS
 from kvxfer.router.usage import UsageSeen
+from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.router.request")
 
@@ -45,6 +49,10 @@ class RequestRecord:
     """Of the holder of the client's API key, never the key."""
     usage: UsageSeen | None = None
     """Where the answer's own account of its tokens is noted; None: it is not asked for."""
+    owner: bytes = b""
+    """By which requests of one holder of API keys are known; empty where no key is asked for."""
+    response: ResponseSeen | None = None
+    """Where the id of the answer is noted; None: no engine keeps it."""
     trace_id: str = ""
     """Of the trace that both legs belong to; empty where the request ended before that was known."""
     traceparent: str | None = None
@@ -68,6 +76,19 @@ class RequestRecord:
             (headers.PREFILL_REASON_BYTES, self.alone_for or self.placement.reason.value.encode()),
             (headers.ATTEMPT_BYTES, b"%d" % self.attempts),
         ]
+
+    @property
+    def marks(self) -> tuple[bytes, ...]:
+        """One of these is in every event that is to be looked at for this request."""
+        usage = () if self.usage is None else USAGE_MARKS
+        return usage if self.response is None else (*usage, *RESPONSE_MARKS)
+
+    def note(self, content: bytes, ref: AgentRef) -> None:
+        """Look at a whole answer of ``ref``, or the data of an event."""
+        if self.usage is not None:
+            self.usage.note(content)
+        if self.response is not None:
+            self.response.note(content, ref)
 
     def looked_at(self, inbound: Inbound) -> None:
         """Its body is a request."""

@@ -18,7 +18,7 @@ BESIDE = ("system", "instructions", "tools")
 """Fields whose text an engine puts into the prompt beside the messages."""
 DIALECTS_LOOK_AT = (
     *("echo", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "vllm_xargs", "sampling_params"),
-    *("background", "previous_response_id", "previous_input_messages", "conversation"),
+    *("background", "store", "previous_response_id", "previous_input_messages", "conversation"),
     *("return_logprob", "logprob_start_len", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
     *("session_params", "min_tokens", "ignore_eos", "stop_token_ids"),
 )

@@ -16,6 +16,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.openai import scanner
 from kvxfer.openai.scanner import Kind, Scan
 from kvxfer.openai.transfer_params import LEG_BYTES_MAX, PARAM
+from kvxfer.router.apis.routes import RESPONSES_API
 from kvxfer.router.inbound import Headers, Inbound, number_in
 from kvxfer.types import TransferId
 
@@ -30,6 +31,8 @@ CLIENT_FIELDS: frozenset[str] = frozenset(
 """Fields by which a router or an engine's own processes tell an engine where KV is and which part of it works: removed
 from every client's body, in every leg. vLLM: entrypoints/openai/*/protocol.py; SGLang: managers/io_struct.py."""
 _WITHOUT: dict[str, bytes | None] = dict.fromkeys(sorted(CLIENT_FIELDS))
+OF_RESPONSES: dict[str, bytes | None] = {"request_id": None}
+"""Removed from a client's Responses: vLLM and SGLang keep the answer under that id, also over another client's."""
 XARGS = "vllm_xargs"
 _XARGS_FIELDS = scanner.Fields([PARAM, "ec_transfer_params"])
 """vLLM puts transfer parameters beside these (``extra_args``), so that a client could set them there."""
@@ -228,7 +231,8 @@ class DialectBase:
 
 def leg(inbound: Inbound, changes: Mapping[str, bytes | None], more_headers: Headers = ()) -> LegRequest:
     """The client's body with ``changes``, and without what no client may set."""
-    every: Changes = {**_WITHOUT, **_clean_xargs(inbound), **changes}
+    own = OF_RESPONSES if inbound.api is RESPONSES_API else {}
+    every: Changes = {**_WITHOUT, **own, **_clean_xargs(inbound), **changes}
     return LegRequest(inbound.path, scanner.replace(inbound.scan, every), (*inbound.leg_headers, *more_headers))
 
 

@@ -28,6 +28,7 @@ from kvxfer.router.group.messages import MemberStart, Update
 from kvxfer.router.group.plain import from_plain
 from kvxfer.router.group.samples import samples_of
 from kvxfer.router.group.segment import CONNECTIONS, INSIDE, SERVING, SharedBoard, SharedCounts
+from kvxfer.router.responses import KeptResponses
 from kvxfer.router.server import Seat, fleet_options, knowing, serve_workers
 from kvxfer.serving.bodies import Bodies
 
@@ -67,6 +68,7 @@ class GroupMember(Seat):
         self._channel = channel
         self._board = board = SharedBoard(segment, row)
         self._keys = FollowingKeys(segment, row)
+        self._responses = KeptResponses(segment.responses, row)
         self._questions = Questions(channel)
         self._workers = knowing(FollowingWorkers(board, channel.send, **fleet_options(hello.options)))
         self._core: RouterCore | None = None
@@ -152,6 +154,7 @@ class GroupMember(Seat):
     def take_part(self, core: RouterCore, door: Door, app: ASGIApp, bodies: Bodies) -> ASGIApp:
         self._core = core
         core.describe_process = self._describe
+        core.responses = self._responses
         door.share(functools.partial(self._board.show_self, INSIDE), lambda: sum(self._board.elsewhere(INSIDE)))
         return PassingOn(app, self._questions, bodies)
 

@@ -13,6 +13,8 @@ rows. The leader empties the row of a process that it has seen end, before it gi
 At the end of a row, for each limited holder of API keys (``key_cells``): its requests in flight, and what was ever used
 of its limits of requests and of tokens, in millionths. What was used stays used when a process ends, so the leader
 leaves that in the row, and the next process goes on from there. The leader has a row for this alone: the last one.
+Before these lies which worker keeps which Response (``router.responses``); that stays too, for the workers outlive the
+process.
 
 The memory has no name: it is a memfd, which children inherit. Decides where a number is; it must never know why.
 """
@@ -29,6 +31,7 @@ import numpy.typing as npt
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.router.fleet.board import InFlight
+from kvxfer.router.responses import ROW_CELLS as RESPONSE_CELLS
 from kvxfer.types import AgentRef
 
 INSIDE, CONNECTIONS, SERVING = 0, 1, 2
@@ -45,7 +48,8 @@ _CELL = 8
 _UNSEEN = -1
 _EACH = len(InFlight._fields)
 _LOAD_CELLS = HEADER + _EACH * SEATS
-_ROW_CELLS = _LOAD_CELLS + _KEY_NUMBERS * KEY_SEATS
+_KEY_CELLS = _KEY_NUMBERS * KEY_SEATS
+_ROW_CELLS = _LOAD_CELLS + RESPONSE_CELLS + _KEY_CELLS
 
 Cells = npt.NDArray[np.int64]
 
@@ -60,8 +64,10 @@ class SharedCounts:
             raise InvalidArgumentError(f"the shared memory is not that of {rows} processes")
         self._memory = mmap.mmap(descriptor, size)
         self.table: Cells = np.frombuffer(self._memory, dtype=np.int64).reshape(rows, _ROW_CELLS)
-        self.keys: Cells = self.table[:, _LOAD_CELLS:].reshape(rows, _KEY_NUMBERS, KEY_SEATS)
+        self.keys: Cells = self.table[:, -_KEY_CELLS:].reshape(rows, _KEY_NUMBERS, KEY_SEATS)
         """The same memory: by row, number (KEY_INFLIGHT and the others) and seat."""
+        self.responses: Cells = self.table[:, _LOAD_CELLS:-_KEY_CELLS]
+        """The same memory: as `router.responses` has it."""
 
     @classmethod
     def make(cls, rows: int) -> SharedCounts:

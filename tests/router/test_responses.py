@@ -1,0 +1,263 @@
+"""The engine that gave a Response keeps it: what names it goes there, or is told plainly that it is not known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from kvxfer.openai.errors import RequestError
+from kvxfer.policy.keylimits import KeyLimits
+from kvxfer.router import responses
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.group.segment import SharedCounts
+from kvxfer.router.keyfile import KeyEntry, digest_of
+from kvxfer.router.responses import KEPT_MAX, KeptResponses, id_said
+from kvxfer.types import AgentRef, Incarnation, Role
+from tests.support.fake_workers import MODEL, FakeWorker, Running, router_over
+
+_ids = itertools.count(1)
+
+
+def ref(name: str, number: int = 1) -> AgentRef:
+    return AgentRef(name, Incarnation(number, bytes(16)))
+
+
+class Keeper(FakeWorker):
+    """An engine that keeps its Responses, as vLLM and SGLang do: under the id that the body asks for, if it does."""
+
+    def __init__(self, name: str, role: Role = Role.BOTH, dialect: str = "plain", **more: Any) -> None:
+        super().__init__(name, role, dialect=dialect, **more)
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        body = json.loads(message.get("body") or b"{}")
+        path, method = scope["raw_path"].decode(), scope["method"]
+        self.asked.append((method, path))
+        self.bodies.append(body)
+        if path != "/v1/responses":
+            found = self.kept.get(path.split("/")[3])
+            if method == "DELETE" and found is not None:
+                del self.kept[found["id"]]
+            return await self._json(send, 404 if found is None else 200, found or {"error": {"message": "not here"}})
+        before = body.get("previous_response_id")
+        if before is not None and before not in self.kept:
+            return await self._json(send, 404, {"error": {"message": "not here", "type": "x", "code": "y"}})
+        made = {"id": body.get("request_id") or f"resp_{next(_ids)}", "object": "response", "status": "completed"}
+        made["by"] = self.name
+        if body.get("store") is not False:
+            self.kept[made["id"]] = made
+        if not body.get("stream"):
+            return await self._json(send, 200, made)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for kind, more in (
+            ("response.created", {"response": {**made, "status": "in_progress"}}),
+            ("response.output_text.delta", {"delta": "hi"}),
+            ("response.completed", {"response": made}),
+        ):
+            event = f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def respond(router: Running, key: str = "", **more: Any) -> Any:
+    shown = {"authorization": f"Bearer {key}"} if key else {}
+    return await router.client.post("/v1/responses", json={"model": MODEL, "input": "hi", **more}, headers=shown)
+
+
+def first_id(answer: Any) -> str:
+    text = answer.text
+    if text.startswith("event:"):
+        text = text.split("data: ")[1].split("\n")[0]
+    return id_said(text.encode())
+
+
+def four() -> list[Keeper]:
+    return [Keeper(f"e{number}") for number in range(4)]
+
+
+def halves() -> list[Keeper]:
+    """D answers alone what goes on from a Response that it keeps."""
+    return [Keeper("p", Role.PREFILL, "vllm"), *(Keeper(f"d{number}", Role.DECODE, "vllm") for number in range(4))]
+
+
+@pytest.mark.parametrize("fleet", [four, halves])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_names_a_response_goes_where_it_is_kept(fleet: Any, stream: bool) -> None:
+    fakes = fleet()
+    async with router_over(*fakes) as router:
+        for _ in range(3):
+            made = first_id(await respond(router, stream=stream))
+            [keeper] = [fake for fake in fakes if made in fake.kept]
+            for _ in range(8):
+                again = await respond(router, previous_response_id=made, stream=stream)
+                assert again.status_code == 200, again.text
+                assert again.headers["x-kvxfer-prefill-reason"] == "field:previous_response_id"
+                assert first_id(again) in keeper.kept
+            path = f"/v1/responses/{made}"
+            assert (await router.client.get(path)).json()["by"] == keeper.name
+            assert (await router.client.get(path + "?stream=false")).json()["id"] == made
+            assert (await router.client.get(path + "/input_items")).json()["id"] == made
+            assert (await router.client.post(path + "/cancel")).json()["id"] == made
+            assert (await router.client.delete(path)).status_code == 200
+            assert (await router.client.get(path)).status_code == 404
+            assert made not in keeper.kept
+
+
+async def test_one_that_is_not_known_is_404_with_a_sentence() -> None:
+    fakes = four()
+    async with router_over(*fakes) as router:
+        unstored = first_id(await respond(router, store=False))
+        asked = [len(fake.asked) for fake in fakes]
+        for name in ("resp_unknown", unstored, "x" * 300, "\u00e9"):
+            answer = await respond(router, previous_response_id=name)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "response_not_found"), answer.text
+            assert error["param"] == "previous_response_id"
+            assert "not stored" in error["message"]
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            answer = await router.client.request(method, "/v1/responses/resp_unknown" + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        assert [len(fake.asked) for fake in fakes] == asked
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/..", "/v1/responses/a/b", "/v1/responses/a/cancel/x", "/v1/responses/%2e%2e/metrics"]
+)
+async def test_no_other_path_reaches_an_engine(path: str) -> None:
+    fakes = four()
+    async with router_over(*fakes) as router:
+        for method in ("GET", "DELETE", "POST"):
+            assert (await router.client.request(method, path)).status_code in (404, 405)
+        assert not any(fake.asked for fake in fakes)
+
+
+async def test_a_replaced_worker_took_its_responses_with_it() -> None:
+    fakes = four()
+    async with router_over(*fakes) as router:
+        made = first_id(await respond(router))
+        [keeper] = [fake for fake in fakes if made in fake.kept]
+        keeper.incarnation = Incarnation(keeper.incarnation.number + 100, bytes(16))
+        router.publish(*fakes)
+        for answer in (
+            await respond(router, previous_response_id=made),
+            await router.client.get(f"/v1/responses/{made}"),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+            assert "is gone" in answer.json()["error"]["message"]
+
+
+async def test_one_worker_alone_is_asked_for_what_the_router_does_not_remember() -> None:
+    """A router that was restarted, or another one before the same engine."""
+    fake = Keeper("e0")
+    fake.kept["resp_old"] = {"id": "resp_old", "by": "e0"}
+    async with router_over(fake) as router:
+        assert (await router.client.get("/v1/responses/resp_old")).status_code == 200
+        assert (await respond(router, previous_response_id="resp_old")).status_code == 200
+        assert (await router.client.get("/v1/responses/resp_other")).json()["error"]["message"] == "not here"
+
+
+async def test_a_draining_worker_is_asked_for_its_responses_and_gets_no_follow_up() -> None:
+    fakes = four()
+    async with router_over(*fakes) as router:
+        made = first_id(await respond(router))
+        [keeper] = [fake for fake in fakes if made in fake.kept]
+        router.workers.drain(keeper.name)
+        assert (await router.client.get(f"/v1/responses/{made}")).status_code == 200
+        assert (await respond(router, previous_response_id=made)).status_code == 503
+
+
+async def test_local_prefill_off_refuses_a_follow_up_by_its_field() -> None:
+    async with router_over(*halves(), local_prefill="off") as router:
+        made = first_id(await respond(router))
+        answer = await respond(router, previous_response_id=made)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_a_response_is_its_own_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another key that learnt the id reads, cancels, deletes and goes on from nothing, and cannot claim the id."""
+    keys = ApiKeys()
+    keys.replace([KeyEntry(name, (digest_of(name.encode()),), KeyLimits()) for name in ("mine", "other")])
+    fake = Keeper("e0")
+    async with router_over(fake, keys=keys) as router:
+        made = first_id(await respond(router, "mine"))
+        other = {"authorization": "Bearer other"}
+
+        async def refused() -> None:
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                answer = await router.client.request(method, f"/v1/responses/{made}{path}", headers=other)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+            answer = await respond(router, "other", previous_response_id=made)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+
+        await refused()
+        claimed = await respond(router, "other", request_id=made)
+        assert claimed.json()["id"] != made
+        assert "request_id" not in fake.bodies[-1]
+        await refused()
+        mine = {"authorization": "Bearer mine"}
+        assert (await router.client.get(f"/v1/responses/{made}", headers=mine)).json() == fake.kept[made]
+        assert (await router.client.get(f"/v1/responses/{made}")).status_code == 401
+
+
+async def test_a_key_of_some_models_reaches_no_response_of_another_model() -> None:
+    keys = ApiKeys()
+    entry = KeyEntry("mine", (digest_of(b"mine"),), KeyLimits())
+    keys.replace([entry])
+    async with router_over(Keeper("e0"), keys=keys) as router:
+        made = first_id(await respond(router, "mine"))
+        keys.replace([dataclasses.replace(entry, models=frozenset({"another"}))])
+        answer = await router.client.get(f"/v1/responses/{made}", headers={"authorization": "Bearer mine"})
+        assert answer.status_code == 403
+
+
+def test_the_oldest_are_forgotten_first_within_the_bound() -> None:
+    kept, known = KeptResponses(), [ref("a"), ref("b")]
+    for number in range(KEPT_MAX + 10):
+        kept.note(f"resp_{number}", b"k", known[number % 2])
+    found = [kept.find(f"resp_{number}", b"k", known) for number in (0, 9, 10, 11, KEPT_MAX + 9)]
+    assert found == [None, None, known[0], known[1], known[1]]
+    assert kept.find("resp_11", b"another", known) is None
+    with pytest.raises(RequestError, match="is gone"):
+        kept.find("resp_11", b"k", [ref("b", 2)])
+
+
+def test_all_processes_of_a_router_remember_what_one_noted_also_after_its_end() -> None:
+    segment = SharedCounts.make(3)
+    first, second = (KeptResponses(segment.responses, row) for row in (0, 1))
+    first.note("resp_1", b"k", ref("a"))
+    second.note("resp_2", b"k", ref("b"))
+    for kept in (first, second):
+        assert [kept.find(name, b"k", [ref("a"), ref("b")]) for name in ("resp_1", "resp_2")] == [ref("a"), ref("b")]
+    segment.clear(0)
+    again = KeptResponses(segment.responses, 0)
+    again.note("resp_3", b"k", ref("a"))
+    assert [second.find(f"resp_{number}", b"k", [ref("a")]) for number in (1, 3)] == [ref("a"), ref("a")]
+    assert not segment.keys.any()
+    assert segment.inflight(0) == 0
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"id":7}', b'{"response":{}}', b'{"response":{"id":null}}', b"\xff", b"[" * 999]
+)
+def test_an_answer_without_an_id_is_not_remembered(content: bytes) -> None:
+    assert id_said(content) == ""
+    kept = KeptResponses()
+    seen = responses.ResponseSeen(kept, b"")
+    seen.note(content, ref("a"))
+    assert not seen.begins(b"response.created" + content, ref("a"))
+    assert repr(kept) == "KeptResponses(noted=0)"
+
+
+def test_an_id_that_no_path_can_have_is_not_remembered() -> None:
+    kept = KeptResponses()
+    for name in ("", "a/b", "..", "a b", "\u00e9", "x" * 257, "a?b", "a%2fb"):
+        kept.note(name, b"", ref("a"))
+    assert repr(kept) == "KeptResponses(noted=0)"
