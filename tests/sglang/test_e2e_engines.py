@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.support.sglang.cluster import GONE_S, Cluster, ask, prompt_of, tokens_of
-from tests.support.sglang.servers import Proxy, Server
+from tests.support.sglang.servers import Proxy, Router, Server
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,6 +44,27 @@ def test_figures_are_among_sglangs_own(cluster: Cluster) -> None:
     while figure(cluster.decode, "sglang:kvxfer_rooms") and time.monotonic() < wait_s:
         time.sleep(0.2)
     assert figure(cluster.decode, "sglang:kvxfer_rooms") == figure(cluster.prefill, "sglang:kvxfer_rooms") == 0
+
+
+def test_several_answers_are_the_clients_own_fault(cluster: Cluster) -> None:
+    """SGLang's own router is in front. A 500 would open the servers' circuit in it after a few such requests."""
+    prompt = prompt_of(61, seed=9)
+    router = Router(cluster.directory, cluster.prefill, cluster.decode)
+    router.start()
+    try:
+        router.wait_ready()
+        for stream in (False, True):
+            for _ in range(6):
+                body = {"model": "m", "prompt": prompt, "max_tokens": 2, "n": 2, "stream": stream}
+                answer = requests.post(f"{router.url}/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 400, answer.text
+                assert "n: a prefill and a decode server give one answer to a prompt" in answer.text
+                sampled = {"input_ids": prompt, "sampling_params": {"n": 3, "max_new_tokens": 2}}
+                answer = requests.post(f"{router.url}/generate", json=sampled, timeout=60)
+                assert answer.status_code == 400, answer.text
+        assert tokens_of(ask(router.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))
+    finally:
+        router.kill()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang binds each rank to a processor of its own")

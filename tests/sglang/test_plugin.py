@@ -47,6 +47,27 @@ def test_other_backends_are_left_alone() -> None:
     assert get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
 
 
+@pytest.mark.parametrize(
+    ("params", "is_refused"),
+    [({"n": 2}, True), ([{"n": 2}], True), ({"n": 1}, False), ({"beam_width": 2}, True), ({}, False)],
+)
+def test_several_answers_to_one_prompt_are_refused_as_sglang_reads_the_request(params: Any, is_refused: bool) -> None:
+    """Its HTTP server answers such an error with 400."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    text: Any = ["a"] if isinstance(params, list) else "a"
+
+    def read(room: int | None) -> None:
+        GenerateReqInput(text=text, sampling_params=params, bootstrap_room=room).normalize_batch_and_arguments()
+
+    read(None)
+    if not is_refused:
+        return read(7)
+    with pytest.raises(ValueError, match="a prefill and a decode server give one answer"):
+        read(7)
+    return None
+
+
 @pytest.mark.parametrize("name", plugin.UPDATES_OF)
 def test_a_change_of_weights_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
 from kvxfer.connectors.sglang.limits import check_arguments
+from kvxfer.connectors.sglang.one_answer import READ, refuse_several
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.updates import UPDATES
 from kvxfer.connectors.sglang.versions import adapter_of, installed_version
@@ -52,6 +53,7 @@ def register() -> None:
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (GET_CLASS, find_class, HookType.AROUND),
         (CHECK_ARGUMENTS, check_first, HookType.BEFORE),
+        (READ, refuse_several, HookType.AFTER),
         *((f"{UPDATER}.{name}", functools.partial(note_update, name), HookType.BEFORE) for name in UPDATES_OF),
     ]
     add_hooks(hooks)
