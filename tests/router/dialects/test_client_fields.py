@@ -20,7 +20,7 @@ FIELDS = scanner.Fields(["model"])
 TOUCHED = CLIENT_FIELDS | {
     *("stream_options", "min_tokens", "echo", "prompt_logprobs", "logprobs", "top_logprobs", "logprob_token_ids"),
     *("return_token_ids", "return_prompt_text", "return_token_offsets", "include", "stop_token_ids", "vllm_xargs"),
-    *("stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "store", "ignore_eos"),
+    *("stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "store", "ignore_eos", "request_id"),
 }
 """What any dialect changes in any leg."""
 
@@ -101,6 +101,15 @@ def test_each_forbidden_field_is_gone_on_every_route(name: str, path: str) -> No
         for leg in legs_of(name, inbound(path, body)):
             assert b"evil" not in leg.content()
             assert sent(leg)
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+@pytest.mark.parametrize("path", PATHS)
+def test_a_client_chooses_no_id_under_which_an_engine_keeps_its_response(name: str, path: str) -> None:
+    """It could be another client's."""
+    least = json.dumps(LEAST[path])[1:-1]
+    for leg in legs_of(name, inbound(path, f'{{"request_id":"evil","request_\\u0069d":"evil",{least}}}'.encode())):
+        assert leg.content().count(b"evil") == (0 if path == RESPONSES else 2)
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))

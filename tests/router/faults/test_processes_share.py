@@ -22,6 +22,7 @@ from kvxfer.types import Role
 from tests.support.certificates import Authority
 from tests.support.collector import collecting
 from tests.support.fake_workers import FakeWorker, eventually
+from tests.support.response_keepers import Keeper, first_id
 from tests.support.routers import MODEL, RouterProcess, check, engines_of, site
 from tests.support.several import COUNT, SEVERAL, Caller, callers, children
 
@@ -234,3 +235,39 @@ async def test_a_process_that_hangs_is_killed_and_replaced(
         finally:
             stop.set()
             await asyncio.wait_for(serving, 30.0)
+
+
+async def test_responses_are_found_by_every_process_and_after_the_end_of_the_one_that_served_them() -> None:
+    engines = [Keeper(f"e{number}") for number in range(3)]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.running())
+        flags = [f"--engine={engine.url}?name={engine.name}" for engine in engines]
+        router = await asyncio.to_thread(RouterProcess, *SEVERAL, *flags)
+        stack.push_async_callback(asyncio.to_thread, router.stop)
+        found = await stack.enter_async_context(callers(router.url))
+        those = {pid: some[0].client for pid, some in found.items()}
+        client = next(iter(those.values()))
+
+        async def is_ready() -> bool:
+            return [one["state"] for one in (await client.get("/v1/workers")).json()["data"]] == ["in"] * 3 and (
+                await client.get("/ready")
+            ).status_code == 200
+
+        await eventually(is_ready)
+        body = {"model": engines[0].model, "input": "hi"}
+        made = {pid: first_id(await one.post("/v1/responses", json=body)) for pid, one in those.items()}
+        for one in those.values():
+            for name in made.values():
+                assert (await one.get(f"/v1/responses/{name}")).json()["id"] == name
+                again = await one.post("/v1/responses", json={**body, "previous_response_id": name})
+                assert again.status_code == 200, again.text
+        victim, *others = those
+        os.kill(victim, signal.SIGKILL)
+
+        async def is_replaced() -> bool:
+            return len(children(router) - {victim}) == COUNT
+
+        await eventually(is_replaced)
+        for name in made.values():
+            assert (await those[others[0]].get(f"/v1/responses/{name}")).json()["id"] == name
