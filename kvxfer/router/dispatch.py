@@ -90,9 +90,7 @@ class Dispatcher:
         inbound = self._with_model(inbound)
         record.model = inbound.model
         core = self._core
-        before = previous(inbound)
-        keeper = keeper_of(before, record.owner, core.responses, core.workers, param=PREVIOUS) if before else None
-        course = _Course(*inbound.needs(), keeper=keeper)
+        course = _Course(*inbound.needs(), keeper=self._keeper(inbound, record))
         core.retries.earn()
         attempt: Attempt | None = None
         try:
@@ -140,6 +138,18 @@ class Dispatcher:
         if last.is_final or last.is_of_size:
             return RequestOutcome.CLIENT_ERROR
         return RequestOutcome.UNAVAILABLE if last.status == failure.UNAVAILABLE else RequestOutcome.FAILED
+
+    def _keeper(self, inbound: Inbound, record: RequestRecord) -> AgentRef | None:
+        """The only worker that can answer, where the request goes on from a Response. Raises RequestError."""
+        before, workers = previous(inbound), self._core.workers
+        if not before:
+            return None
+        keeper = keeper_of(before, record.owner, self._core.responses, workers, param=PREVIOUS)
+        if any(one.member.ref == keeper and not one.serves(inbound.model) for one in workers.candidates()):
+            raise RequestError(
+                f"model: the worker that keeps the response does not serve {inbound.model!r}", param="model"
+            )
+        return keeper
 
     async def _begin_retry(self, course: _Course, placement: Placement) -> bool:
         """Wait as long as a worker that failed this request is to be left alone. False where no retry is left."""

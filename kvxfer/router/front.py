@@ -148,7 +148,10 @@ class Front:
             ) -> RequestOutcome:
                 core = self._core
                 ref = keeper_of(response_id, record.owner, core.responses, core.workers)
-                keyed.admit_unread(len(body), core.workers.worker(ref).member.info.model)
+                worker, allowed = core.workers.worker(ref), keyed.models
+                served = (worker.member.info.model, *worker.aliases)
+                usable = (name for name in served if allowed is None or name in allowed)
+                keyed.admit_unread(len(body), next(usable, served[0]))
                 return await self._pass_through.serve(RULE, exchange, body, answer, record, ref)
 
             await self._serve(RULE.prefix, RESPONSES, exchange, pass_on)

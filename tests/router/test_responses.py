@@ -11,6 +11,7 @@ from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits
 from kvxfer.router import responses
 from kvxfer.router.auth import ApiKeys
+from kvxfer.router.fleet.facts import EngineIdentity
 from kvxfer.router.group.segment import SharedCounts
 from kvxfer.router.keyfile import KeyEntry, digest_of
 from kvxfer.router.responses import KEPT_MAX, KeptResponses, id_said
@@ -165,6 +166,25 @@ async def test_a_key_of_some_models_reaches_no_response_of_another_model() -> No
         keys.replace([dataclasses.replace(entry, models=frozenset({"another"}))])
         answer = await router.client.get(f"/v1/responses/{made}", headers={"authorization": "Bearer mine"})
         assert answer.status_code == 403
+
+
+async def test_a_follow_up_of_a_model_that_its_worker_does_not_serve_is_refused_by_the_field() -> None:
+    one, other = Keeper("e0"), Keeper("e1", model="other")
+    async with router_over(one, other) as router:
+        made = first_id(await respond(router))
+        answer = await respond(router, previous_response_id=made, model="other")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+async def test_a_key_of_an_adapter_alone_reaches_its_responses() -> None:
+    keys = ApiKeys()
+    keys.replace([KeyEntry("mine", (digest_of(b"mine"),), KeyLimits(), frozenset({"adapter"}))])
+    async with router_over(Keeper("e0"), keys=keys) as router:
+        [entry] = router.workers.entries()
+        router.workers.learn(entry, identity=EngineIdentity(models=(MODEL, "adapter")))
+        made = first_id(await respond(router, "mine", model="adapter"))
+        mine = {"authorization": "Bearer mine"}
+        assert (await router.client.get(f"/v1/responses/{made}", headers=mine)).json()["id"] == made
 
 
 def test_the_oldest_are_forgotten_first_within_the_bound() -> None:

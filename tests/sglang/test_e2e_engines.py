@@ -55,7 +55,7 @@ def test_several_answers_are_the_clients_own_fault(cluster: Cluster) -> None:
         router.wait_ready()
         for stream in (False, True):
             for _ in range(6):
-                body = {"model": "m", "prompt": prompt, "max_tokens": 2, "n": 2, "stream": stream}
+                body = {"model": "m", "prompt": "hello world", "max_tokens": 2, "n": 2, "stream": stream}
                 answer = requests.post(f"{router.url}/v1/completions", json=body, timeout=60)
                 assert answer.status_code == 400, answer.text
                 assert "n: a prefill and a decode server give one answer to a prompt" in answer.text
