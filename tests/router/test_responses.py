@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -59,6 +60,26 @@ async def test_what_names_a_response_goes_where_it_is_kept(fleet: Any, stream: b
             assert (await router.client.delete(path)).status_code == 200
             assert (await router.client.get(path)).status_code == 404
             assert made not in keeper.kept
+
+
+async def test_the_first_event_waits_for_no_prefill_worker_and_its_response_is_known_at_once() -> None:
+    """P may answer late, and a client may cancel what has only begun."""
+    p, d = Keeper("p", Role.PREFILL, "vllm"), Keeper("d", Role.DECODE, "vllm")
+    p.ends, d.ends = asyncio.Event(), asyncio.Event()
+    async with router_over(p, d, min_remote_prefill_tokens=0) as router:
+        body = {"model": MODEL, "input": "hi", "stream": True}
+        async with asyncio.timeout(20), router.client.stream("POST", "/v1/responses", json=body) as answer:
+            assert answer.headers["x-kvxfer-prefill"] == "remote"
+            lines = answer.aiter_lines()
+            text = ""
+            while "response.output_text.delta" not in text:
+                text += await anext(lines) + "\n"
+            assert text.startswith("event: response.created")
+            [made] = d.kept
+            other = await router.client.get(f"/v1/responses/{made}")
+            assert other.json()["by"] == "d"
+            assert not p.ends.is_set()
+            d.ends.set()
 
 
 async def test_one_that_is_not_known_is_404_with_a_sentence() -> None:

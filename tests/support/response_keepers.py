@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from typing import Any
@@ -22,6 +23,8 @@ class Keeper(FakeWorker):
         self.kept: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str]] = []
         self.bodies: list[dict[str, Any]] = []
+        self.ends: asyncio.Event | None = None
+        """Waited for before the answer, or before the last event of a stream."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -44,6 +47,8 @@ class Keeper(FakeWorker):
         if body.get("store") is not False:
             self.kept[made["id"]] = made
         if not body.get("stream"):
+            if self.ends is not None:
+                await self.ends.wait()
             return await self._json(send, 200, made)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for kind, more in (
@@ -51,6 +56,8 @@ class Keeper(FakeWorker):
             ("response.output_text.delta", {"delta": "hi"}),
             ("response.completed", {"response": made}),
         ):
+            if kind == "response.completed" and self.ends is not None:
+                await self.ends.wait()
             event = f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
