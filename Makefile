@@ -4,7 +4,7 @@
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
 #   TORCH_INDEX=URL                       an extra package index, asked for torch too (a CPU-only build, a mirror)
 #   ARGS='...'                            passed on to the command behind demo, demo-load, serve, test, bench
-#   WORKERS=auto                          how many tests run at once: a number, or auto for one a processor, at most 8
+#   WORKERS=auto                          how many tests run at once: a number, or auto for two a processor, at most 8
 
 .POSIX:
 .SUFFIXES:
@@ -25,6 +25,8 @@ SEED = 1
 
 VENV = .venv
 PY = $(VENV)/bin/python
+# Tests start thousands of processes: where the environment forbids bytecode, each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE =
 INDEX = $$( [ -z "$(TORCH_INDEX)" ] || printf '%s' "--extra-index-url $(TORCH_INDEX)" )
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INDEX) $(PIP_ARGS)
 BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
@@ -126,7 +128,7 @@ nightly-soak:
 	@$(MAKE) soak MINUTES=10
 
 nightly-asan:
-	@$(MAKE) asan PART=$@ MARKS=''
+	@$(MAKE) asan PART=$@ MARKS='' ASAN_TESTS=''
 
 nightly-tsan:
 	@$(MAKE) tsan PART=$@ MARKS='' TSAN_TESTS=''
@@ -287,15 +289,25 @@ fuzz-build: $(VENV)/.installed
 $(VENV)/.installed-fuzz: $(VENV)/.installed
 	-@$(PIP) --only-binary :all: atheris && touch $@
 
-# The native tests once more: with every byte that the core touches watched (asan, with undefined behaviour beside it, and the
-# kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines
-# have none of.
+# A share of the native tests once more: with every byte that the core touches watched (asan, with undefined behaviour beside it,
+# and the kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines
+# have none of. asan gets what handles bytes and the life of memory, tsan what more than one thread has a part in. The rest is
+# nightly. The lanes' contract runs whole in the quick tier; here five of its ten forms.
 MARKS = not nightly
+CONTRACT = tests/contract/test_lanes.py::test_contract
+ASAN_TESTS = tests/fuzz/test_corpus.py tests/machines tests/contract tests/transport/test_posts.py tests/transport/test_pull.py \
+    tests/native/test_checksums.py tests/native/test_cma.py tests/native/test_copying.py tests/native/test_cuda_captures.py \
+    tests/native/test_cuda_staging.py tests/native/test_decoder.py tests/native/test_encryption.py tests/native/test_endings.py \
+    tests/native/test_failing.py tests/native/test_forged.py tests/native/test_hangups.py tests/native/test_json_replace.py \
+    tests/native/test_json_scan.py tests/native/test_mapping.py tests/native/test_memory_gone.py tests/native/test_regions.py \
+    tests/native/test_safety.py tests/native/test_transfers.py tests/native/test_zero_copy.py \
+    --deselect='$(CONTRACT)[memory-' --deselect='$(CONTRACT)[mapped-by-' --deselect='$(CONTRACT)[stream-by-' --deselect='$(CONTRACT)[stream-tls-'
 TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_zero_copy.py \
-    tests/native/test_regions.py tests/native/test_endings.py tests/native/test_sessions.py
+    tests/native/test_endings.py tests/native/test_sessions.py \
+    --deselect='$(CONTRACT)[memory-' --deselect='$(CONTRACT)[ucx-' --deselect='$(CONTRACT)[unix-' --deselect='$(CONTRACT)[stream-tls-'
 asan: PART = asan
 asan: $(VENV)/.installed
-	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized asan address,undefined $(ARGS)
+	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized asan address,undefined $(ASAN_TESTS) $(ARGS)
 
 tsan: PART = tsan
 tsan: $(VENV)/.installed

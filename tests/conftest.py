@@ -71,6 +71,13 @@ REPEATS = (ROOT / "tests/nightly.txt").read_text().splitlines()
 lane, engine or direction. They run every night."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many tests run at once: two for each processor, for the tests wait for processes, timers and sockets half of
+    the time."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
 def tier_of(item: pytest.Item) -> str:
     if item.nodeid.startswith(tuple(REPEATS)):
         return "nightly"
