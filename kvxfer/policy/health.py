@@ -145,6 +145,7 @@ BLAMES: dict[str, Blame] = {
     "transfer": Blame.IN_A_ROW,
     "unread": Blame.DOUBT,
     "connect_timeout": Blame.DOUBT,
+    "silent": Blame.DOUBT,
     "overran": Blame.NEVER,
     "exhausted": Blame.NEVER,
     "gone": Blame.NEVER,
@@ -156,6 +157,7 @@ BLAMES: dict[str, Blame] = {
 """By the kind of the failure: ``hung`` is a deadline that passed at the worker, ``error`` its 5xx, ``transfer`` what
 ``policy.pairs`` put down to it, ``refused`` its 4xx, ``too_long`` an answer beyond a bound of the router's,
 ``unread`` a connection that broke before an answer began, ``connect_timeout`` one that did not come about in time,
+``silent`` a stream without a byte at a worker of which nothing else was heard lately (`policy.silence`),
 ``overran`` a request that took longer than it may as a whole, ``exhausted`` a router without sockets."""
 
 
@@ -320,6 +322,11 @@ class WorkerHealth:
         if self._state is HealthState.OUT:
             return self._due_s
         return 0.0 if self._doubted else None
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether requests met something there that a probe is to explain."""
+        return self._doubted
 
     @property
     def failures_in_a_row(self) -> int:

@@ -105,7 +105,7 @@ class ClientAnswer:
 
     def start(self, status: int, fields: Headers) -> None:
         """The head of an answer of any kind; its bytes follow by ``write``."""
-        self.status = status
+        self.status, self.is_begun = status, True
         self._exchange.start(status, [*fields, *self._common])
 
     def keep_alive(self, extra: Headers = ()) -> None:

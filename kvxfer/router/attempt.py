@@ -31,6 +31,7 @@ from kvxfer.router.core import RouterCore
 from kvxfer.router.dialects import Handover, HandoverError, Leg, Order, Pair, Prefilled, dialect
 from kvxfer.router.failure import Failure, FailureKind, LegFailed
 from kvxfer.router.fleet.entry import WorkerClaim
+from kvxfer.router.fleet.patience import patience
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
@@ -235,10 +236,13 @@ class Attempt:
 
     async def _run_decode(self, leg: Leg) -> RequestOutcome:
         core, inbound = self._core, self._inbound
-        deadlines = core.decode_deadlines if inbound.stream else core.whole_deadlines
+        deadlines, waits = core.whole_deadlines, None
+        if inbound.stream:
+            deadlines = core.decode_deadlines
+            waits = patience(core.workers, self._claims[Part.DECODE], core.options.token_timeout_s)
         if self._trace is not None:
             self._trace.decode_sent_s = core.now()
-        async with calling(core, self._decode, leg, deadlines, Part.DECODE) as response:
+        async with calling(core, self._decode, leg, deadlines, Part.DECODE, patience=waits) as response:
             self._is_decode_reached = True
             if not inbound.stream:
                 content = await read(response, core.options.max_answer_bytes, Part.DECODE)

@@ -25,6 +25,7 @@ from kvxfer.router import failure
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.attempt import Attempt
 from kvxfer.router.core import RouterCore
+from kvxfer.router.deadline import time_limit
 from kvxfer.router.dialects import Handover, dialect
 from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
@@ -60,13 +61,11 @@ class Dispatcher:
 
     async def serve(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
         """Answer one request. Cancelling it ends both legs at once; it returns only when both are closed."""
-        timeout_s = self._core.options.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s - (self._core.now() - inbound.arrived_s)):
+            async with time_limit(self._core, inbound.arrived_s, answer):
                 with self._keeping_alive(inbound, answer, record):
                     return await self._try(inbound, answer, record)
-        except TimeoutError:
-            error = DeadlineExceededError(f"request_timeout_s {timeout_s:g} passed")
+        except DeadlineExceededError as error:
             await answer.give_up(status_for(error), error_body(error))
             return RequestOutcome.TIMED_OUT
         except (RequestError, DoesNotFitError) as error:

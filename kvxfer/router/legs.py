@@ -22,6 +22,7 @@ from kvxfer.router.dialects import Leg, Pair
 from kvxfer.router.failure import Failure, LegFailed
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.upstream import (
+    Patience,
     UpstreamDeadlines,
     UpstreamError,
     UpstreamPool,
@@ -52,11 +53,13 @@ async def calling(
     deadlines: UpstreamDeadlines,
     what: str,
     late: Callable[[bytes], None] | None = None,
+    patience: Patience | None = None,
 ) -> AsyncIterator[UpstreamResponse]:
     """The worker's 200, whose body the block reads. Raises LegFailed for anything else, and NoWorkerError where the
-    worker is not known. ``late`` gets the whole answer where the leg was given up and it came all the same."""
+    worker is not known. ``patience`` is asked where the body is silent. ``late`` gets the whole answer where the leg
+    was given up and it came all the same."""
     headers = (*leg.headers, *core.leg_headers(worker))
-    response = await _send(core.workers.pool(worker.ref), leg, headers, deadlines, what, late)
+    response = await _send(core.workers.pool(worker.ref), leg, headers, deadlines, what, late, patience)
     async with response:
         if response.status != 200:
             raise LegFailed(failure.from_answer(what, response.status, await _error_content(response)))
@@ -146,11 +149,12 @@ async def _send(
     deadlines: UpstreamDeadlines,
     what: str,
     late: Callable[[bytes], None] | None,
+    patience: Patience | None,
 ) -> UpstreamResponse:
     tries = UNPROCESSED_MAX
     while True:
         try:
-            return await pool.request("POST", leg.path, headers, leg.body, deadlines, late=late)
+            return await pool.request("POST", leg.path, headers, leg.body, deadlines, late=late, patience=patience)
         except UpstreamUnprocessedError as error:
             tries -= 1
             if not tries:

@@ -74,13 +74,19 @@ class RouterOptions(ServingLimits):
     recompute_per_s: float = _option(
         1.0, "prompts a second that one decode worker may compute itself because the prefill worker was lost"
     )
-    request_timeout_s: float = _option(600.0, "longest time for one request, from its arrival to its last byte")
+    request_timeout_s: float = _option(
+        600.0, "longest time from a request's arrival until its answer begins, and of every silence after that"
+    )
+    total_timeout_s: float = _option(0.0, "longest time from a request's arrival to its answer's last byte; 0: none")
     connect_timeout_s: float = _option(2.0, "longest time until a worker takes a connection")
     send_timeout_s: float = _option(30.0, "longest time until a worker has taken a request's bytes")
     first_byte_timeout_s: float = _option(
         600.0, "longest time from a request's last byte to its answer's first, its wait in the worker's queue included"
     )
-    token_timeout_s: float = _option(60.0, "longest time between two pieces of a stream")
+    token_timeout_s: float = _option(
+        60.0,
+        "silence of a stream after which it is given up, unless its worker answers others or counts more tokens",
+    )
     keepalive_s: float = _option(
         0.0, "longest silence towards the client of a stream: a comment is sent then, before its answer too; 0: none"
     )
@@ -155,6 +161,8 @@ class RouterOptions(ServingLimits):
             *("eject_base_s", "eject_cap_s", "slow_start_s", "probe_s"),
         ):
             check_positive(name, getattr(self, name), maximum=86400.0)
+        if not 0 <= self.total_timeout_s <= 86400.0 * 7:
+            raise ConfigError(f"total_timeout_s must be 0 to {86400 * 7}, not {self.total_timeout_s}")
         if not 0 <= self.keepalive_s <= 3600.0:
             raise ConfigError(f"keepalive_s must be 0 to 3600, not {self.keepalive_s}")
         check_positive("connect_timeout_s", self.connect_timeout_s, maximum=30.0)

@@ -6,7 +6,6 @@ or the worker cannot have the request. It must never look into a body.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import random
@@ -18,8 +17,10 @@ from kvxfer.policy.place import Candidate, decode_cost, is_placeable
 from kvxfer.router import failure, headers
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.core import RouterCore
+from kvxfer.router.deadline import time_limit
 from kvxfer.router.failure import Failure
 from kvxfer.router.fleet.entry import WorkerClaim
+from kvxfer.router.fleet.patience import patience
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
 from kvxfer.router.legs import UNPROCESSED_MAX
@@ -98,12 +99,11 @@ class PassThrough:
         interrupts: Interrupts[bool] = Interrupts()
         answer.on_client_gone(lambda: interrupts.interrupt(True))
         try:
-            async with asyncio.timeout(options.request_timeout_s - (self._core.now() - record.arrived_s)):
+            async with time_limit(self._core, record.arrived_s, answer):
                 return await interrupts.run(self._try(passed))
         except InterruptedWithReason:
             return RequestOutcome.DISCONNECTED
-        except TimeoutError:
-            error = DeadlineExceededError(f"request_timeout_s {options.request_timeout_s:g} passed")
+        except DeadlineExceededError as error:
             record.code = error.code
             if answer.is_started:
                 exchange.abort()
@@ -153,7 +153,7 @@ class PassThrough:
         workers, request_id = self._core.workers, passed.record.request_id
         with workers.claim(worker.ref, part, request_id) as claim:
             try:
-                response = await self._ask(passed, worker)
+                response = await self._ask(passed, worker, claim)
             except UpstreamError as error:
                 is_unsent = error.phase in _UNSENT or isinstance(error, UpstreamUnprocessedError)
                 is_repeatable = is_unsent or passed.exchange.method in IDEMPOTENT
@@ -167,16 +167,17 @@ class PassThrough:
                     claim.succeeded()
                 return await self._pipe(passed, response, worker, claim, part)
 
-    async def _ask(self, passed: _Passed, worker: Worker) -> UpstreamResponse:
+    async def _ask(self, passed: _Passed, worker: Worker, claim: WorkerClaim) -> UpstreamResponse:
         exchange = passed.exchange
         target = exchange.raw_target.decode("latin-1")
         rank = () if worker.dp_rank is None else ((headers.DATA_PARALLEL_RANK.encode(), b"%d" % worker.dp_rank),)
         body = [passed.body] if passed.body else []
         shown = (*passed.headers, *rank, *self._core.leg_headers(worker))
         pool, deadlines = self._core.workers.pool(worker.ref), self._core.decode_deadlines
+        waits = patience(self._core.workers, claim, self._core.options.token_timeout_s)
         for is_last in (*(False for _ in range(UNPROCESSED_MAX - 1)), True):
             try:
-                return await pool.request(exchange.method, target, shown, body, deadlines)
+                return await pool.request(exchange.method, target, shown, body, deadlines, patience=waits)
             except UpstreamUnprocessedError:
                 if is_last:
                     raise

@@ -425,21 +425,6 @@ async def test_more_than_max_inflight_are_turned_away() -> None:
         assert (await router.complete()).status_code == 200
 
 
-async def test_a_request_ends_at_its_time_limit() -> None:
-    d = FakeWorker("d0")
-    d.hold = asyncio.Event()
-    async with router_over(d, request_timeout_s=1.0) as router:
-        answer = await router.complete()
-        assert answer.status_code == 504
-        assert answer.json()["error"]["code"] == "deadline"
-        d.hold.set()
-        d.tokens = [str(number) for number in range(1000)]
-        d.delay_s = 0.02
-        chunks = events((await router.complete(stream=True)).text)
-        assert broken(chunks)["code"] == "deadline"
-        await asyncio.wait_for(d.received[1].left.wait(), 5.0)
-
-
 async def test_a_body_that_python_could_not_write_again_is_passed_on_as_it_came() -> None:
     d = FakeWorker("d0")
     async with router_over(d) as router:
@@ -448,26 +433,6 @@ async def test_a_body_that_python_could_not_write_again_is_passed_on_as_it_came(
             answer = await router.client.post("/v1/completions", content=body)
             assert answer.status_code in ((200,) if extra == "1e999" else (200, 400))
             assert answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
-
-
-async def test_a_client_that_does_not_read_gives_its_place_back() -> None:
-    d = FakeWorker("d0")
-    d.tokens = ["x" * 100_000] * 500
-    async with router_over(d, max_inflight=1, request_timeout_s=1.5) as router:
-        host, _, port = router.url.removeprefix("http://").partition(":")
-        body = b'{"model": "tiny", "prompt": "hi", "stream": true}'
-        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        await asyncio.wait_for(d.arrived.wait(), 5.0)
-        assert (await router.complete()).status_code == 503
-
-        async def is_idle() -> bool:
-            return (await router.client.get("/health")).json()["inflight"] == 0
-
-        await eventually(is_idle)
-        assert d.received[0].left.is_set()
-        writer.transport.abort()
 
 
 async def test_a_stopping_router_ends_streams_well_formed() -> None:

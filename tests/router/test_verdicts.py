@@ -101,7 +101,7 @@ class EnginePool:
     async def close(self) -> None: ...
 
     async def request(
-        self, method: str, target: str, headers: object, body: object, deadlines: object, *, late: object = None
+        self, method: str, target: str, headers: object, body: object, deadlines: object, **more: object
     ) -> UpstreamResponse:
         if method == "GET":  # the bootstrap server of a prefill engine
             return self._response(200, [b'{"0":{"engine_id":"e"}}'])

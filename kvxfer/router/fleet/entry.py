@@ -7,6 +7,7 @@ worker, nor a socket.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, Self
 
@@ -15,6 +16,7 @@ from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.health import HealthState, WorkerHealth
 from kvxfer.policy.place import Candidate, is_placeable
+from kvxfer.policy.silence import WorkerSigns
 from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
 from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
@@ -25,9 +27,9 @@ class WorkerEntry:
     """``given`` is what the source says; ``worker`` has what the engine says of itself added."""
 
     __slots__ = (
-        *("_skeleton", "capacity", "decode_inflight", "elsewhere", "given", "health", "held", "identity"),
+        *("_skeleton", "capacity", "decode_inflight", "elsewhere", "generated", "given", "health", "held", "identity"),
         *("is_barred", "is_drained", "is_suspicion_doubted", "kept", "prefill_inflight", "said"),
-        *("suspect_is_closed", "trouble", "watchers", "worker"),
+        *("suspect_is_closed", "trouble", "watchers", "worked_s", "worker"),
     )
 
     def __init__(self, given: Worker, health: WorkerHealth) -> None:
@@ -42,6 +44,10 @@ class WorkerEntry:
         self.watchers: set[Callable[[], None]] = set()
         self.identity: EngineIdentity | None = None
         self.said: EngineLoad | None = None
+        self.generated: float | None = None
+        """Tokens that it has computed for answers, by its own count; None where it has none."""
+        self.worked_s: float | None = None
+        """When that count was last seen to grow, or for the first time."""
         self.trouble = ""
         """Why it does not say what it serves."""
         self.is_barred = False
@@ -155,6 +161,22 @@ class WorkerEntry:
         made = self.kept or self.candidate(now_s)
         return is_placeable(made) and not made.is_last_choice
 
+    def count(self, generated: float, now_s: float) -> None:
+        """Its own count of tokens is so much now."""
+        if self.generated is None or generated > self.generated:
+            self.worked_s = now_s
+        self.generated = generated
+
+    def signs(self, now_s: float, *, heard_s: float, others: int) -> WorkerSigns:
+        """What is known of it, for the silence of one of its streams."""
+        return WorkerSigns(
+            heard_s=heard_s,
+            worked_s=-math.inf if self.worked_s is None else self.worked_s,
+            counts_tokens=self.worked_s is not None,
+            is_out=self.health.state(now_s) is HealthState.OUT,
+            others=others + self.health.failures_in_a_row,
+        )
+
     def candidate(self, now_s: float) -> Candidate:
         """Made anew; ``kept`` is the one to ask for first."""
         health = self.health
@@ -223,11 +245,11 @@ class WorkerClaim:
     was told of it would not bring its worker back.
     """
 
-    __slots__ = ("_entry", "_owner", "_part", "_ref", "is_trial", "request_id")
+    __slots__ = ("_entry", "_owner", "_part", "is_trial", "ref", "request_id")
 
     def __init__(self, entry: WorkerEntry, part: Part, request_id: str, now_s: float, owner: ClaimOwner) -> None:
         self._entry: WorkerEntry | None = entry
-        self._ref = entry.worker.ref
+        self.ref = entry.worker.ref
         self._part = part
         self._owner = owner
         self.request_id = request_id
@@ -238,12 +260,12 @@ class WorkerClaim:
     def succeeded(self) -> None:
         """As `Workers.succeeded`. Raises UsageError after ``release``."""
         self._check_held()
-        self._owner.succeeded(self._ref, self.request_id)
+        self._owner.succeeded(self.ref, self.request_id)
 
     def failed(self, kind: str) -> None:
         """As `Workers.failed`. Raises UsageError after ``release``."""
         self._check_held()
-        self._owner.failed(self._ref, kind, self.request_id)
+        self._owner.failed(self.ref, kind, self.request_id)
 
     def release(self) -> None:
         entry, self._entry = self._entry, None
@@ -255,7 +277,7 @@ class WorkerClaim:
 
     def _check_held(self) -> None:
         if self._entry is None:
-            raise UsageError(f"the claim on {self._ref} was released before it was told what became of the request")
+            raise UsageError(f"the claim on {self.ref} was released before it was told what became of the request")
 
     def __enter__(self) -> Self:
         return self

@@ -36,6 +36,8 @@ _QUEUED = (
     b"sglang:num_decode_transfer_queue_reqs",
 )
 _USED = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
+_GENERATED = (b"vllm:generation_tokens_total", b"kvxfer_engine_tokens_total")
+"""Counts of tokens that grow with each step. SGLang's ``generation_tokens_total`` grows when a request has ended."""
 _TOKENS = b"sglang:max_total_num_tokens"
 _BLOCKS = b"vllm:cache_config_info"
 _LABEL = re.compile(rb'([a-z_]+)="([^"\\]{0,200})"')
@@ -88,6 +90,18 @@ def read_metrics(page: bytes, dp_rank: int | None = None) -> EngineLoad | None:
         block_tokens=block_tokens,
         pool_tokens=int(sum(tokens)),
     )
+
+
+def read_generated(page: bytes, dp_rank: int | None = None) -> float | None:
+    """How many tokens an engine has computed for answers since its start, in a page of metrics; None where it does not
+    say it."""
+    counts = [
+        value
+        for name in _GENERATED
+        for labels, value in _lines(page, name)
+        if _is_of(labels, dp_rank) and value is not None and labels.get(b"kind", b"decode") == b"decode"
+    ]
+    return sum(counts) if counts else None
 
 
 def load_of(said: EngineLoad, identity: EngineIdentity) -> tuple[Load, int]:

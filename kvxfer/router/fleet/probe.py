@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from kvxfer.config import check_positive
 from kvxfer.policy.health import HealthEvent, HealthState
 from kvxfer.router.fleet.entry import WorkerEntry
-from kvxfer.router.fleet.facts import EngineIdentity, read_metrics, read_models, read_server_info
+from kvxfer.router.fleet.facts import EngineIdentity, read_generated, read_metrics, read_models, read_server_info
 from kvxfer.router.fleet.kinds import failure_kind
 from kvxfer.router.fleet.pools import EnginePools
 from kvxfer.router.fleet.worker import EngineDialect, Worker
@@ -201,6 +201,8 @@ class Prober:
         event = await self._health(entry)
         if event is HealthEvent.PROBE_PASSED and not entry.given.has_lease:
             await self._learn(entry, plan)
+        elif event is HealthEvent.PROBE_PASSED and entry.health.is_doubted:
+            await self._count(entry, plan)
         return event
 
     async def _move(self, entry: WorkerEntry) -> bool:
@@ -274,10 +276,19 @@ class Prober:
 
     async def _load(self, entry: WorkerEntry, plan: _Plan, now_s: float) -> None:
         status, page = await self._get(entry, METRICS, METRICS_BYTES_MAX)
-        said = read_metrics(page, entry.worker.dp_rank) if status == 200 else None
+        said = read_metrics(page, entry.worker.dp_rank) if status == 200 and not entry.given.has_lease else None
+        generated = read_generated(page, entry.worker.dp_rank) if status == 200 else None
         plan.load_due_s = now_s + (ABSENT_S if status == NOT_FOUND else self._options.load_interval_s)
-        if said is not None:
-            self._workers.learn(entry, said=said)
+        self._workers.learn(entry, said=said)
+        if generated is not None:
+            entry.count(generated, now_s)
+
+    async def _count(self, entry: WorkerEntry, plan: _Plan) -> None:
+        """Ask a worker whose heartbeats say its load for its count of tokens, because one of its streams is silent."""
+        now_s = self._now()
+        with contextlib.suppress(UpstreamError):
+            if now_s >= plan.load_due_s:
+                await self._load(entry, plan, now_s)
 
     async def _get(self, entry: WorkerEntry, target: str, bytes_max: int, url: str = "") -> tuple[int, bytes]:
         pool = self._pools.get(url or entry.worker.url)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+SHOWN_MAX = 8
+"""Workers whose names a message has."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkersStatistics:
@@ -52,3 +55,12 @@ class FleetCounters:
                 del counts[key]
         for key in [key for key in self.pair_ejections if agent_id in key]:
             del self.pair_ejections[key]
+
+
+def why_none(waiting: list[tuple[str, str]]) -> str:
+    """Why no model is served, for people, by the workers that have not said theirs and what keeps each from it."""
+    if not waiting:
+        return "no worker is known"
+    named = [f"{name} ({trouble})" if trouble else name for name, trouble in waiting[:SHOWN_MAX]]
+    more = f" and {len(waiting) - SHOWN_MAX} more" if len(waiting) > SHOWN_MAX else ""
+    return f"no worker has said yet which model it serves: {', '.join(named)}{more}"

@@ -26,6 +26,7 @@ from kvxfer.policy.health import (
 )
 from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
 from kvxfer.policy.place import Candidate
+from kvxfer.policy.silence import WorkerSigns
 from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import LoadBoard
 from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold, weigh_suspicions
@@ -33,7 +34,7 @@ from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.members import workers_of
 from kvxfer.router.fleet.pools import EnginePools
 from kvxfer.router.fleet.roster import Roster
-from kvxfer.router.fleet.statistics import FleetCounters, WorkersStatistics
+from kvxfer.router.fleet.statistics import FleetCounters, WorkersStatistics, why_none
 from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.router.upstream import UpstreamCounters, UpstreamPool
 from kvxfer.types import AgentRef, Member, Membership
@@ -243,6 +244,11 @@ class Workers:
         """The connections to its address. Raises NoWorkerError where it is not known, or no longer."""
         return self._pools.get(self._known(ref).worker.url, is_leaving=ref not in self._entries)
 
+    def signs(self, ref: AgentRef) -> WorkerSigns:
+        """What is known of a worker one of whose streams is silent. Raises NoWorkerError where it is not known."""
+        entry, counters = self._known(ref), self.pool(ref).counters
+        return entry.signs(self._now(), heard_s=counters.heard_s, others=counters.in_flight - 1)
+
     def _known(self, ref: AgentRef) -> WorkerEntry:
         entry = self._entries.get(ref) or self._leaving.get(ref)
         if entry is None:
@@ -420,13 +426,8 @@ class Workers:
 
     def why_none(self) -> str:
         """Why no model is served, for people."""
-        waiting = self.without_model()
-        if not waiting:
-            return "no worker is known"
         troubles = {entry.worker.agent_id: entry.trouble for entry in self.entries()}
-        named = [f"{name} ({troubles[name]})" if troubles[name] else name for name in waiting[:8]]
-        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
-        return f"no worker has said yet which model it serves: {', '.join(named)}{more}"
+        return why_none([(name, troubles[name]) for name in self.without_model()])
 
     def inflight(self) -> dict[tuple[str, str], int]:
         """Requests in flight by (agent id, part); known workers are listed with 0 as well."""
@@ -488,8 +489,7 @@ class Workers:
 
     def sweep(self) -> None:
         """Close the connections to addresses that have neither a worker nor a request any more."""
-        if self._pools.retired_count:
-            self._pools.sweep()
+        self._pools.sweep()
 
     async def close(self) -> None:
         """Close every connection."""

@@ -75,6 +75,7 @@ class FollowingWorkers(Workers):
             entry = self._entries[account.given.ref]
             entry.identity, entry.said = account.identity, account.said
             entry.is_drained, entry.trouble = account.is_drained, account.trouble
+            entry.worked_s = account.worked_s
             entry.health.take(account.health)
             entry.refresh()
             self._shared.show(account.given.ref, entry.shown)

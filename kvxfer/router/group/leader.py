@@ -41,7 +41,13 @@ class LeadingWorkers(Workers):
         """Of every known worker, without its seat."""
         return [
             WorkerAccount(
-                entry.given, entry.identity, entry.said, entry.is_drained, entry.trouble, entry.health.account(now_s)
+                entry.given,
+                entry.identity,
+                entry.said,
+                entry.is_drained,
+                entry.trouble,
+                entry.health.account(now_s),
+                entry.worked_s,
             )
             for entry in self._entries.values()
         ]

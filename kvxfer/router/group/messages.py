@@ -39,6 +39,8 @@ class WorkerAccount:
     is_drained: bool
     trouble: str
     health: HealthAccount
+    worked_s: float | None = None
+    """`WorkerEntry.worked_s`: by a clock that all processes have."""
     seat: int = NO_SEAT
     """Where its load is in the shared memory."""
 

@@ -26,12 +26,19 @@ from kvxfer.router.upstream.errors import (
     UpstreamTooLargeError,
     UpstreamUnprocessedError,
 )
-from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
+from kvxfer.router.upstream.limits import (
+    Patience,
+    UpstreamCounters,
+    UpstreamDeadlines,
+    UpstreamLimits,
+    UpstreamPhase,
+)
 from kvxfer.router.upstream.pool import UpstreamPool
 from kvxfer.router.upstream.response import UpstreamResponse
 from kvxfer.router.upstream.tls import WorkerPools
 
 __all__ = [
+    "Patience",
     "UpstreamAbortedError",
     "UpstreamBusyError",
     "UpstreamClosedError",

@@ -28,7 +28,13 @@ from kvxfer.router.upstream.errors import (
     UpstreamTimeoutError,
     UpstreamUnprocessedError,
 )
-from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
+from kvxfer.router.upstream.limits import (
+    Patience,
+    UpstreamCounters,
+    UpstreamDeadlines,
+    UpstreamLimits,
+    UpstreamPhase,
+)
 from kvxfer.router.upstream.parser import BODY, COMPLETE, HEAD, AnswerParser, Emit, discard
 from kvxfer.router.upstream.response import LateAnswer, UpstreamResponse
 
@@ -75,6 +81,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._deadlines = UpstreamDeadlines()
         self._due = self._whole_due = 0.0
         self._seen_bytes = 0
+        self._heard = 0.0
+        self._patience: Patience | None = None
         self.idle_since = 0.0
         self.is_lost = False
 
@@ -94,7 +102,9 @@ class UpstreamConnection(asyncio.Protocol):
         to_head: bool,
         deadlines: UpstreamDeadlines,
         whole_due: float,
+        patience: Patience | None = None,
     ) -> UpstreamResponse:
+        self._patience = patience
         self._response = response = UpstreamResponse(self, self._address)
         self._parser.begin(response.receive(), to_head=to_head)
         self._counters.in_flight += 1
@@ -125,13 +135,25 @@ class UpstreamConnection(asyncio.Protocol):
         elif self._phase is UpstreamPhase.BODY:
             seen = self._parser.body_bytes
             if seen != self._seen_bytes or self._is_read_paused:
+                if seen != self._seen_bytes:
+                    self._counters.heard_s = now
                 self._seen_bytes = seen
-                self._due = now + self._deadlines.between_chunks_s
+                self._hear(now)
             elif now >= self._due:
-                self._time_out(self._phase, self._deadlines.between_chunks_s)
+                more_s = 0.0 if self._patience is None else self._patience(now - self._heard)
+                if more_s:
+                    self._due = now + more_s
+                else:
+                    self._time_out(self._phase, self._deadlines.between_chunks_s)
         elif now >= self._due:
             is_sending = self._phase is UpstreamPhase.SEND
             self._time_out(self._phase, self._deadlines.send_s if is_sending else self._deadlines.first_byte_s)
+
+    def _hear(self, now: float) -> None:
+        """The body is not silent at this moment."""
+        self._heard = now
+        wait_s = self._deadlines.between_chunks_s
+        self._due = now + (wait_s if self._patience is None else wait_s / 2)
 
     def close(self) -> None:
         """At once: what the transport still has is dropped. A request that runs is given up."""
@@ -172,7 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._counters.aborted += 1
         self._is_cut = True
-        self._response = late
+        self._response, self._patience = late, None
         self._parser.emit = late.receive()
         self._due = self._whole_due = self._loop.time() + LEAVE_S
         self._transport.write_eof()
@@ -251,7 +273,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if not response.has_head:
             self._phase = UpstreamPhase.BODY
-            self._due = self._loop.time() + self._deadlines.between_chunks_s
+            self._hear(self._loop.time())
             if parser.status >= 400 and self._pending:
                 self._pending.clear()
                 self._is_cut = True
@@ -276,8 +298,10 @@ class UpstreamConnection(asyncio.Protocol):
         is_clean = error is None and parser.is_clean and parser.keeps_alive and not self._is_cut
         is_sent = not self._pending and not self._is_write_paused and not transport.get_write_buffer_size()
         is_kept = is_clean and is_sent and not transport.is_closing()
+        self._patience = None
         if error is None:
             self._counters.completed += 1
+            self._counters.heard_s = self._loop.time()
         if is_kept:
             if self._is_read_paused:
                 self._is_read_paused = False

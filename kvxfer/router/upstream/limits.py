@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+from collections.abc import Callable
 
 from kvxfer.errors import InvalidArgumentError
+
+Patience = Callable[[float], float]
+"""Gets for how many seconds the body has been silent, and says how many more it may be; 0 gives the request up."""
 
 
 class UpstreamPhase(enum.StrEnum):
@@ -43,7 +48,8 @@ class UpstreamDeadlines:
     first_byte_s: float = 300.0
     """From then on until the whole head of the answer is there. An interim answer (1xx) does not renew it."""
     between_chunks_s: float = 60.0
-    """Without a byte of the body. It stands still while the consumer has paused the answer."""
+    """Without a byte of the body. It stands still while the consumer has paused the answer. Where the request came with
+    `Patience`, that is asked first when half of it has passed."""
     whole_s: float = 3600.0
     """From the call of ``request`` until the last byte of the answer, the queue included."""
 
@@ -86,6 +92,7 @@ class UpstreamCounters:
         "completed",
         "connected",
         "failed",
+        "heard_s",
         "idle",
         "in_flight",
         "open",
@@ -104,4 +111,6 @@ class UpstreamCounters:
         self.reused = 0
         self.completed = 0
         self.aborted = 0
+        self.heard_s = -math.inf
+        """When some connection had bytes of an answer, or the end of one, by the loop's clock and within a tick."""
         self.failed: dict[UpstreamPhase, int] = dict.fromkeys(UpstreamPhase, 0)

@@ -26,7 +26,13 @@ from kvxfer.router.upstream.errors import (
     UpstreamTimeoutError,
 )
 from kvxfer.router.upstream.head import HEADERS, encode_head
-from kvxfer.router.upstream.limits import UpstreamCounters, UpstreamDeadlines, UpstreamLimits, UpstreamPhase
+from kvxfer.router.upstream.limits import (
+    Patience,
+    UpstreamCounters,
+    UpstreamDeadlines,
+    UpstreamLimits,
+    UpstreamPhase,
+)
 from kvxfer.router.upstream.response import Late, UpstreamResponse
 
 _IDLE_TICK_S = 0.25
@@ -102,8 +108,10 @@ class UpstreamPool:
         deadlines: UpstreamDeadlines = _DEFAULT_DEADLINES,
         *,
         late: Late | None = None,
+        patience: Patience | None = None,
     ) -> UpstreamResponse:
         """Sends one request and returns its answer when the head has come. ``late``: `UpstreamResponse.hear_late`.
+        ``patience``: `limits.Patience`.
 
         ``body`` is sent slice by slice as it is. Use the answer under ``async with``. Raises the errors of
         ``kvxfer.router.upstream.errors``; a cancelled call leaves nothing behind.
@@ -116,7 +124,9 @@ class UpstreamPool:
         self._busy.add(connection)
         self._arm(self._limits.tick_s)
         is_head = method == "HEAD"
-        response = connection.start(head, body, length, to_head=is_head, deadlines=deadlines, whole_due=whole_due)
+        response = connection.start(
+            head, body, length, to_head=is_head, deadlines=deadlines, whole_due=whole_due, patience=patience
+        )
         if late is not None:
             response.hear_late(late)
         await response.wait_for_head()

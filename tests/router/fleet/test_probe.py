@@ -187,6 +187,24 @@ async def test_probe_leaves_workers_with_a_lease_alone_until_they_are_ejected() 
         assert len(engine.asked) <= count + 1
 
 
+async def test_probe_of_a_doubted_worker_with_a_lease_reads_its_count_of_tokens() -> None:
+    async with tiny_engines(1) as [engine], probed() as workers:
+        workers.update(Membership(1, (member("d0", port=engine.port),)))
+        engine.pages["/metrics"] = b'vllm:num_requests_running 1\nvllm:generation_tokens_total{engine="0"} 7\n'
+        [entry] = workers.entries()
+        load = entry.worker.member.load
+        assert entry.worked_s is None
+        workers.failed(ref(workers), "silent", "r")
+        await until(lambda: entry.worked_s is not None)
+        first_s = entry.worked_s
+        assert entry.worker.member.load is load  # its heartbeats say that
+        engine.pages["/metrics"] = b'vllm:generation_tokens_total{engine="0"} 9\n'
+        await asyncio.sleep(2 * FAST.load_interval_s)
+        workers.failed(ref(workers), "silent", "r")
+        await until(lambda: entry.worked_s != first_s)
+        assert not entry.health.is_doubted
+
+
 async def test_probe_of_one_that_hangs_delays_no_other() -> None:
     options = ProbeOptions(probe_interval_s=0.05, probe_timeout_s=5.0)
     async with tiny_engines(8) as engines:
