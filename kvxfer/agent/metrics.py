@@ -16,7 +16,11 @@ from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.types import GrantState
 
 PHASES = ("queue", "plan", "wire", "confirm")
-SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS_BUCKETS = (
+    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0),
+)
+"""A transfer's time includes its wait for the source."""
 
 
 class AgentMetrics:

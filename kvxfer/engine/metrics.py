@@ -12,7 +12,11 @@ from prometheus_client.registry import Collector
 from kvxfer.engine.executor import Executor
 from kvxfer.engine.readiness import Readiness
 
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+TTFT_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 320.0, 640.0),
+)
+"""To the longest that a router lets a request wait by default, as its own."""
 
 
 class _EngineCollector(Collector):

@@ -9,6 +9,7 @@ from kvxfer.config import check_positive, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.forecast.cost import LinearCost
 from kvxfer.forecast.step import StepLimits
+from kvxfer.openai.transfer_params import BODY_BYTES_MAX, LEG_BYTES_MAX
 
 ENGINES_MAX = 4096
 
@@ -128,7 +129,9 @@ class MockEngineOptions:
     kv_events_format: EventsFormat = dataclasses.field(
         default=EventsFormat.ARRAY, metadata={"help": "how KV events are packed"}
     )
-    max_body_bytes: int = dataclasses.field(default=64 << 20, metadata={"help": "longest body of a request"})
+    max_body_bytes: int = dataclasses.field(
+        default=BODY_BYTES_MAX + LEG_BYTES_MAX, metadata={"help": "longest body of a request"}
+    )
     record: int = dataclasses.field(default=64, metadata={"help": "requests that /mock/requests shows; 0: none"})
     seed: int = dataclasses.field(default=0, metadata={"help": "seed of the faults that have a probability"})
 

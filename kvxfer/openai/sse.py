@@ -17,7 +17,8 @@ CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which no client takes for an event."""
-EVENT_BYTES_MAX = 1 << 20
+EVENT_BYTES_MAX = 64 << 20
+"""As long as a whole answer may be that is not streamed: an engine may put all of one into its last event."""
 CR, LF = 0x0D, 0x0A
 _LINE_END = re.compile(rb"[\r\n]")
 

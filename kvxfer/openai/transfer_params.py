@@ -17,8 +17,8 @@ from kvxfer.types import TransferId, check_agent_id
 PARAM = "kv_transfer_params"
 ATTEMPT_MAX = 1 << 16
 TIMEOUT_MAX_S = 86400.0
-BODY_BYTES_MAX = 16 << 20
-"""Longest body of a client, where nothing else is said."""
+BODY_BYTES_MAX = 64 << 20
+"""Longest body of a client, where nothing else is said: several photographs in base64."""
 LEG_BYTES_MAX = 4096
 """Most bytes that the router adds to a client's body for a leg (the prefill or the decode half of a request), in any
 dialect and with the longest addresses. A worker's bound lies above the router's by as much, so a worker never refuses a

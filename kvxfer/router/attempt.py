@@ -257,6 +257,7 @@ class Attempt:
                 raise LegFailed(failure.malformed(Part.DECODE, "not an event stream"))
             relay = StreamRelay(
                 inbound.api.style,
+                event_bytes_max=core.options.max_answer_bytes,
                 open=lambda: self._answer.open_stream(self._record.head()),
                 begin=self._begin_stream,
                 write=self._answer.write,

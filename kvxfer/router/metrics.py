@@ -14,8 +14,14 @@ from prometheus_client.registry import Collector
 from kvxfer.openai.transfer_params import Part
 from kvxfer.router.fleet.workers import Workers
 
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-BODY_BUCKETS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+TTFT_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 320.0, 640.0),
+)
+"""To the longest that a request may wait for its answer by default."""
+DURATION_BUCKETS_S = (*TTFT_BUCKETS_S, 1280.0, 2560.0, 5120.0)
+"""An answer that makes progress has no bound by default."""
+BODY_BUCKETS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 
 class RequestOutcome(enum.StrEnum):
@@ -139,7 +145,7 @@ class RouterMetrics:
             "kvxfer_router_request_seconds",
             "Arrival of a request to the last byte of its answer",
             ("route",),
-            buckets=TTFT_BUCKETS_S,
+            buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
         self.request_bytes = Histogram(

@@ -67,7 +67,7 @@ class RouterOptions(ServingLimits):
         "leave", "leave: the decode worker recomputes by itself; redispatch: start again elsewhere", PREFILL_FAILURE
     )
     max_inflight: int = _option(1024, "requests served at once, from when their body is there; more are answered 503")
-    max_answer_bytes: int = _option(64 << 20, "longest answer of a worker to a request without streaming")
+    max_answer_bytes: int = _option(64 << 20, "longest answer of a worker, or longest event of a streamed one")
     attempts_max: int = _option(3, "how often one request is tried in all")
     retry_share: float = _option(0.2, "retries that each request earns; the budget of all retries together")
     retry_floor_per_s: float = _option(5.0, "retries that each second earns, however few requests there are")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvxfer._native import _core
 from kvxfer.errors import ProtocolError
-from kvxfer.openai.sse import Event, EventDecoder
+from kvxfer.openai.sse import EVENT_BYTES_MAX, Event, EventDecoder
 from kvxfer.router import failure
 from kvxfer.router.apis import StreamStyle
 from kvxfer.router.failure import Failure, LegFailed
@@ -35,7 +35,8 @@ class StreamRelay:
     writes chunks of HTTP/1.1, frames included, or None where the client's answer is framed otherwise. ``edit`` gives
     the bytes of an event that has one of ``edit_marks``, or None where it cannot yet: then that event and those after
     it wait for :meth:`go_on`.
-    ``before_end`` gives the bytes that go before the event that ends the stream, or None likewise.
+    ``before_end`` gives the bytes that go before the event that ends the stream, or None likewise. ``event_bytes_max``
+    bounds one event.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StreamRelay:
         edit: Callable[[Event], bytes | None],
         edit_marks: tuple[bytes, ...],
         before_end: Callable[[], bytes | None] = bytes,
+        event_bytes_max: int = EVENT_BYTES_MAX,
     ) -> None:
         self._style = style
         self._open = open
@@ -62,7 +64,8 @@ class StreamRelay:
         self._write_chunks: Callable[[bytes], None] | None = None
         """Set while bytes may pass unread."""
         self._find_write_chunks = write_chunks
-        self._decoder = EventDecoder()
+        self._event_bytes_max = event_bytes_max
+        self._decoder = EventDecoder(event_bytes_max=event_bytes_max)
         self._held: list[Event] = []
         self._waiting: list[Event] = []
         self._has_begun = False
@@ -117,8 +120,9 @@ class StreamRelay:
     def _look_at(self, chunk: bytes) -> None:
         try:
             events = self._decoder.feed(chunk)
-        except ProtocolError as error:
-            raise LegFailed(failure.too_long(WHAT, str(error))) from None
+        except ProtocolError:
+            too_long = f"an event is longer than {self._event_bytes_max} bytes"
+            raise LegFailed(failure.too_long(WHAT, too_long)) from None
         if self._has_begun:
             self._pass_on(events)
         elif events:

@@ -37,7 +37,7 @@ class ServingLimits:
     )
     header_timeout_s: float = _option(10.0, "longest time for a request's head to arrive")
     max_body_bytes: int = _option(BODY_BYTES_MAX, "longest request body")
-    body_timeout_s: float = _option(30.0, "longest time for a request's body to arrive")
+    body_timeout_s: float = _option(120.0, "longest time for a request's body to arrive")
     body_stall_s: float = _option(5.0, f"longest time for the next {BODY_STEP_BYTES} bytes of a body, or its rest")
     body_budget_bytes: int = _option(
         256 << 20, "what all bodies that are still arriving may hold together; the oldest is refused for more"

@@ -18,8 +18,10 @@ from kvxfer.connectors.sglang.source_room import COMMITTED
 PREFIX = "sglang:kvxfer_"
 LOOK_S = 1.0
 """The interval between two updates of the gauges."""
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-WAITED = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+LONG = (10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *LONG)
+"""A load's time includes its wait for the prefill engine."""
+WAITED = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *LONG)
 SIDES = ("source", "destination")
 STATES = ("unknown", "queued", "granted")
 

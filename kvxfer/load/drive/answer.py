@@ -14,8 +14,8 @@ from kvxfer.load.record import ARRIVAL_S, LUMP_TOKENS, MeasuredRequest
 
 MESSAGE_MAX = 200
 ERROR_MAX = 100
-LINE_BYTES_MAX = 16 << 20
 PLAIN_BYTES_MAX = 64 << 20
+LINE_BYTES_MAX = PLAIN_BYTES_MAX
 REFUSAL_BYTES_MAX = 64 << 10
 """What is kept of the body of a refusal."""
 COUNT_MAX = 1 << 31

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.load.drive.answer import AnswerReader, content_of, failure_of
+from kvxfer.load.drive.answer import LINE_BYTES_MAX, AnswerReader, content_of, failure_of
 from kvxfer.load.record import MeasuredRequest
 from tests.support.load_server import sse, token, usage
 
@@ -382,7 +382,7 @@ def test_an_event_without_an_end_is_given_up() -> None:
     reader = AnswerReader()
     reader.head(200, STREAM)
     line = b"data: " + b"x" * (1 << 20) + b"\n"
-    assert not all(reader.data(line, 1.0) for _ in range(64))
+    assert not all(reader.data(line, 1.0) for _ in range(LINE_BYTES_MAX // (1 << 20) + 2))
     assert reader.error == "bad_answer"
 
 
