@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvxfer.openai.sse import encode_object
+from kvxfer.openai.transfer_params import Part
 from kvxfer.router.tracing import AttemptTrace, RequestFacts, RequestTrace, told_count, told_seconds
 
 COMMENT = b": kvxfer-account "
@@ -73,8 +74,8 @@ def _steps(attempts: list[AttemptTrace], record: RequestFacts) -> dict[str, Any]
     prefill = last.pair.prefill
     told: dict[str, Any] = {
         "dialect": last.dialect,
-        "prefill_agent": None if prefill is None else prefill.agent_id[:TEXT_CHARS_MAX],
-        "decode_agent": last.pair.decode.agent_id[:TEXT_CHARS_MAX],
+        "prefill_agent": None if prefill is None else record.told_name(prefill.agent_id, Part.PREFILL)[:TEXT_CHARS_MAX],
+        "decode_agent": record.told_name(last.pair.decode.agent_id, Part.DECODE)[:TEXT_CHARS_MAX],
         "reason": record.alone_for.decode()[:TEXT_CHARS_MAX] or last.reason,
     }
     made = _prefilling(attempts)

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvxfer import __version__
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ForbiddenError, KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.router import document, headers
 from kvxfer.router.admin import AdminAccess, add_admin_routes
@@ -33,11 +33,13 @@ from kvxfer.router.keyed import RateLimitedError
 from kvxfer.router.readiness import RouterReadiness
 from kvxfer.router.responses import METHODS, NOT_FOUND
 from kvxfer.router.ui.routes import add_ui_routes
+from kvxfer.router.view import View
 from kvxfer.serving.asgi_exchange import asgi_endpoint
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
 from kvxfer.serving.head_as_get import HeadAsGet
 from kvxfer.serving.json_response import JSONResponse
+from kvxfer.serving.side_port import SIDE_PORT
 
 
 class RequestIds:
@@ -165,16 +167,31 @@ def build_app(
     for api in ROUTES:
         _add_hot_route(app, api, front, bodies)
 
-    def check(request: Request) -> Callable[[str], bool]:
-        """Count a request of a key. Returns which models that key may use."""
+    def enter(request: Request) -> View:
+        """Count a request of a key. Returns what that key sees."""
         try:
             keyed = keys.enter(request.headers.get("authorization"))
         except RateLimitedError as error:
             core.metrics.key_limited(error.key_name, error.limit.value)
             raise
         keyed.end()
-        allowed = keyed.models
-        return lambda model: allowed is None or model in allowed
+        return View(keyed.models)
+
+    def hides(request: Request) -> bool:
+        """Whether something that the router knows is not for every caller of this port."""
+        return keys.are_some_restricted and SIDE_PORT not in request.scope.get("extensions", {})
+
+    def check_sees_all(authorization: str | None) -> None:
+        """Raise RequestError (401), ForbiddenError unless that is the key of an admin, or for all models."""
+        try:
+            holder = keys.check(authorization)
+        except RequestError:
+            if not admin.keys.is_required:
+                raise
+            admin.keys.check(authorization)
+        else:
+            if holder is not None and holder.models is not None:
+                raise ForbiddenError("this API key is for some models, and /metrics names every worker")
 
     def describe_model(model: str, may_use: Callable[[str], bool]) -> dict[str, Any]:
         """An adapter names the model that it belongs to: a key sees it where it may use it."""
@@ -186,15 +203,15 @@ def build_app(
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models that some worker serves."""
-        may_use = check(request)
+        may_use = enter(request).shows
         names = filter(may_use, core.workers.models())
         return JSONResponse({"object": "list", "data": [describe_model(name, may_use) for name in names]})
 
     @app.get("/v1/models/{model:path}")
     async def model_by_name(request: Request, model: str) -> Response:
         """One model."""
-        may_use = check(request)
-        if model not in core.workers.models() or not may_use(model):
+        may_use = enter(request).shows
+        if not may_use(model) or model not in core.workers.models():
             raise RequestError(
                 f"model: {model!r} is not served here", param="model", status=404, error_code="model_not_found"
             )
@@ -202,9 +219,9 @@ def build_app(
 
     @app.get("/v1/workers")
     async def workers(request: Request) -> Response:
-        """Every worker that is known, with its state and load."""
-        check(request)
-        return JSONResponse({"object": "list", "data": core.workers.describe()})
+        """Every worker that is known, with its state and load; to a key for some models, what serves these."""
+        view = enter(request)
+        return JSONResponse({"object": "list", "data": view.workers(core.workers.describe())})
 
     @app.get("/live")
     @app.get("/health")
@@ -219,16 +236,22 @@ def build_app(
         return JSONResponse(body)
 
     @app.get("/ready", responses=document.UNREADY)
-    async def ready(model: str | None = None) -> Response:
+    async def ready(request: Request, model: str | None = None) -> Response:
         """Whether a request would be placed now."""
+        if model is not None and hides(request):
+            holder = keys.check(request.headers.get("authorization"))
+            if holder is not None and not holder.may_use(model):
+                model = ""  # as one that nobody has heard of
         body = readiness.describe(model, names_models=not keys.is_required)
         if body["status"] == "ready":
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={headers.RETRY_AFTER: "1"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus' text format."""
+        if hides(request):
+            check_sees_all(request.headers.get("authorization"))
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     _add_response_routes(app, front, bodies)
@@ -257,7 +280,7 @@ def _add_hot_route(app: FastAPI, api: Api, front: Front, bodies: Bodies) -> None
 def _add_response_routes(app: FastAPI, front: Front, bodies: Bodies) -> None:
     async def serve(request: Request, response_id: str) -> Response:
         """As the engine that keeps this response serves it."""
-        handler = front.find(request.method, request.url.path)
+        handler = front.find(request.method, request.scope["path"])
         if handler is None:
             raise RequestError(f"response_id: {response_id!a:.300} is no id", status=404, error_code=NOT_FOUND)
         return _Served(handler, bodies)

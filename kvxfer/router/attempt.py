@@ -477,10 +477,11 @@ class Attempt:
 
     def _account(self) -> dict[str, Any]:
         """What the router adds to D's account: the pair, the attempt, and P's own words if it has spoken."""
+        named, prefill = self._record.told_name, self._prefill
         account: dict[str, Any] = {
             "attempt": self._number,
-            "prefill_agent": None if self._prefill is None else self._prefill.agent_id,
-            "decode_agent": self._decode.agent_id,
+            "prefill_agent": None if prefill is None else named(prefill.agent_id, Part.PREFILL),
+            "decode_agent": named(self._decode.agent_id, Part.DECODE),
         }
         ended = self._prefill_outcome()
         if isinstance(ended, Failure):

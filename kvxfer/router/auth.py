@@ -75,6 +75,11 @@ class ApiKeys:
     def is_required(self) -> bool:
         return bool(self._known)
 
+    @property
+    def are_some_restricted(self) -> bool:
+        """Whether some key is for some models only."""
+        return any(entry.models is not None for entry in self.entries)
+
     def check(self, authorization: str | None) -> KeyHolder | None:
         """The holder of the key in the header; None where no key is required. Raise RequestError (401) for a key that
         is unknown or missing."""

@@ -207,6 +207,7 @@ class Front:
             authorization = exchange.header(b"authorization")
             keyed = self._keys.enter(None if authorization is None else authorization.decode("latin-1"))
             record.owner = keyed.owner
+            record.names_workers = keyed.models is None
             if keyed.name:
                 record.key_name, record.usage = keyed.name, keyed.usage
                 core.metrics.key_began(keyed.name)

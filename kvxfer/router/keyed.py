@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from kvxfer.errors import NoWorkerError
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.scanner import Kind
 from kvxfer.policy.disagg import estimate_tokens
@@ -168,18 +169,12 @@ class KeyedRequest:
 
     def admit(self, inbound: Inbound, models: tuple[str, ...]) -> Inbound:
         """The request, for a model that this key may use, once its tokens are taken. Where it names none and one of
-        ``models`` is served, it is that one. Raises RequestError (403), RateLimitedError (429)."""
+        ``models`` is served, it is that one. Raises RequestError (400, 403, 404), NoWorkerError, RateLimitedError (429)."""
         holder, taken = self._holder, self._pass
         if holder is None or taken is None or self._now is None:
             return inbound
         if holder.models is not None:
-            if not inbound.model and len(models) == 1:
-                inbound = dataclasses.replace(inbound, model=models[0])
-            if not holder.may_use(inbound.model):
-                raise _not_allowed(f"model: this API key may not use {inbound.model!r}", "model")
-            if models and inbound.model not in models:  # the dispatcher would name those that it may not know of
-                what = f"model: {inbound.model!r} is not served here"
-                raise RequestError(what, param="model", error_code="model_not_found")
+            inbound = self._with_model(inbound, holder, models)
             adapter = inbound.scan.scalar(ADAPTER) if inbound.scan.kind(ADAPTER) is Kind.STRING else None
             if inbound.has(ADAPTER) and not (isinstance(adapter, str) and holder.may_use(adapter)):
                 raise _not_allowed(f"{ADAPTER}: this API key may use no adapter but those among its models", ADAPTER)
@@ -187,6 +182,25 @@ class KeyedRequest:
         refusal = taken.reserve(self._prompt + (self._bound or 0), self._now())
         if refusal is not None:
             raise RateLimitedError(holder.name, refusal)
+        return inbound
+
+    @staticmethod
+    def _with_model(inbound: Inbound, holder: KeyHolder, models: tuple[str, ...]) -> Inbound:
+        """As the dispatcher gives a request its model, among those that the holder may know of: the texts of its errors
+        name no other, and no worker."""
+        if inbound.model and not holder.may_use(inbound.model):
+            raise _not_allowed(f"model: this API key may not use {inbound.model!r}", "model")
+        if not models:
+            raise NoWorkerError("no worker has said yet which model it serves")
+        served = tuple(filter(holder.may_use, models))
+        if not inbound.model:
+            if len(served) != 1:
+                here = ", ".join(served) or "no model"
+                raise RequestError(f"model: must be given, as there is {here} for this API key", param="model")
+            return dataclasses.replace(inbound, model=served[0])
+        if inbound.model not in served:
+            what = f"model: {inbound.model!r} is not served here"
+            raise RequestError(what, param="model", status=404, error_code="model_not_found")
         return inbound
 
     def admit_unread(self, body_bytes: int, model: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
+from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.place import Placement
 from kvxfer.router import headers
 from kvxfer.router.account import RequestAccount
@@ -47,6 +48,8 @@ class RequestRecord:
     """Of the error that the client got."""
     key_name: str = ""
     """Of the holder of the client's API key, never the key."""
+    names_workers: bool = True
+    """Whether its client is told which workers served it."""
     usage: UsageSeen | None = None
     """Where the answer's own account of its tokens is noted; None: it is not asked for."""
     owner: bytes = b""
@@ -89,6 +92,10 @@ class RequestRecord:
             self.usage.note(content)
         if self.response is not None:
             self.response.note(content, ref)
+
+    def told_name(self, agent_id: str, part: Part) -> str:
+        """What its client is told of the worker that had this part: its name, or the part's where names are hidden."""
+        return agent_id if self.names_workers else part.value
 
     def looked_at(self, inbound: Inbound) -> None:
         """Its body is a request."""

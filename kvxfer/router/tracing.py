@@ -167,6 +167,9 @@ class RequestFacts(Protocol):
     first_byte_s: float | None
     code: str
 
+    def told_name(self, agent_id: str, part: Part) -> str:
+        """What its client is told of the worker that had this part."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndedRequest:

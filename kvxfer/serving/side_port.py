@@ -19,6 +19,8 @@ from kvxfer.serving.server import in_url, listening, serving
 PROBES = frozenset({"/live", "/ready"})
 METRICS = frozenset({"/metrics"})
 CONNECTIONS_MAX = 64
+SIDE_PORT = "kvxfer.side_port"
+"""In an ASGI scope's extensions: the request came by such a port, which is for the operator's own."""
 METHODS = frozenset({"GET", "HEAD"})
 
 
@@ -31,7 +33,8 @@ class OnlyPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (scope["path"] in self._paths and scope["method"] in METHODS):
-            await self._app(scope, receive, send)
+            extensions = {**(scope.get("extensions") or {}), SIDE_PORT: {}}
+            await self._app({**scope, "extensions": extensions}, receive, send)
             return
         text = f"{scope['method']} {scope['path']}: this port has {', '.join(sorted(self._paths))} only"
         body = error_body(text, kind=INVALID_REQUEST, code="usage")

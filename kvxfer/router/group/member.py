@@ -31,6 +31,7 @@ from kvxfer.router.group.segment import CONNECTIONS, INSIDE, SERVING, SharedBoar
 from kvxfer.router.responses import KeptResponses
 from kvxfer.router.server import Seat, fleet_options, knowing, serve_workers
 from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.head_as_get import HeadAsGet
 
 log = logging.getLogger("kvxfer.router")
 
@@ -156,7 +157,7 @@ class GroupMember(Seat):
         core.describe_process = self._describe
         core.responses = self._responses
         door.share(functools.partial(self._board.show_self, INSIDE), lambda: sum(self._board.elsewhere(INSIDE)))
-        return PassingOn(app, self._questions, bodies)
+        return HeadAsGet(PassingOn(app, self._questions, bodies))
 
     def _describe(self) -> dict[str, Any]:
         """``workers_inflight`` is what placement in this process takes to be in flight at all workers together."""
