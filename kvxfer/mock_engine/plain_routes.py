@@ -102,6 +102,17 @@ def tokenize(engine: MockEngine, request: MockRequest, responder: Responder) -> 
     responder.answer(200, to_json({"count": len(ids), "max_model_len": engine.options.max_model_len, "tokens": ids}))
 
 
+def count_tokens(engine: MockEngine, request: MockRequest, responder: Responder) -> None:
+    """``POST /v1/messages/count_tokens``, Anthropic's."""
+    body = request.json()
+    check_model(engine, body.get("model"))
+    messages = body.get("messages")
+    if body.get("system"):
+        messages = [{"role": "system", "content": body["system"]}, *(messages or [])]
+    text = chat_text(messages, body.get("tools"))
+    responder.answer(200, to_json({"input_tokens": len(unpack_ids(ids_of_text(text)))}))
+
+
 def detokenize(engine: MockEngine, request: MockRequest, responder: Responder) -> None:
     """``POST /detokenize``."""
     tokens = request.json().get("tokens")

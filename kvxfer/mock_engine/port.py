@@ -52,6 +52,7 @@ COMPUTED: dict[str, tuple[Route, frozenset[EngineKind]]] = {
     "/v1/embeddings": (plain_routes.embeddings, _VLLM | _SGLANG),
     "/v1/rerank": (plain_routes.rerank, _VLLM | _SGLANG),
     "/rerank": (plain_routes.rerank, _VLLM),
+    "/v1/messages/count_tokens": (plain_routes.count_tokens, _VLLM | _SGLANG),
     "/tokenize": (plain_routes.tokenize, _VLLM | _SGLANG),
     "/v1/tokenize": (plain_routes.tokenize, _SGLANG),
     "/detokenize": (plain_routes.detokenize, _VLLM | _SGLANG),

@@ -35,7 +35,7 @@ from kvxfer.router.responses import METHODS, NOT_FOUND
 from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.router.view import View
 from kvxfer.serving.asgi_exchange import asgi_endpoint
-from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.bodies import Bodies, check_encoding
 from kvxfer.serving.exchange import ExchangeHandler
 from kvxfer.serving.head_as_get import HeadAsGet
 from kvxfer.serving.json_response import JSONResponse
@@ -158,6 +158,10 @@ def build_app(
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        try:
+            check_encoding(request.scope["headers"])
+        except RequestError as encoded:
+            return error_response(encoded)
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
         if param is None and first["loc"][:1] == ("body",):
@@ -170,7 +174,7 @@ def build_app(
     def enter(request: Request) -> View:
         """Count a request of a key. Returns what that key sees."""
         try:
-            keyed = keys.enter(request.headers.get("authorization"))
+            keyed = keys.enter_shown(request.scope["headers"])
         except RateLimitedError as error:
             core.metrics.key_limited(error.key_name, error.limit.value)
             raise
@@ -181,14 +185,14 @@ def build_app(
         """Whether something that the router knows is not for every caller of this port."""
         return keys.are_some_restricted and SIDE_PORT not in request.scope.get("extensions", {})
 
-    def check_sees_all(authorization: str | None) -> None:
+    def check_sees_all(request: Request) -> None:
         """Raise RequestError (401), ForbiddenError unless that is the key of an admin, or for all models."""
         try:
-            holder = keys.check(authorization)
+            holder = keys.check_shown(request.scope["headers"])
         except RequestError:
             if not admin.keys.is_required:
                 raise
-            admin.keys.check(authorization)
+            admin.keys.check(request.headers.get("authorization"))
         else:
             if holder is not None and holder.models is not None:
                 raise ForbiddenError("this API key is for some models, and /metrics names every worker")
@@ -239,7 +243,7 @@ def build_app(
     async def ready(request: Request, model: str | None = None) -> Response:
         """Whether a request would be placed now."""
         if model is not None and hides(request):
-            holder = keys.check(request.headers.get("authorization"))
+            holder = keys.check_shown(request.scope["headers"])
             if holder is not None and not holder.may_use(model):
                 model = ""  # as one that nobody has heard of
         body = readiness.describe(model, names_models=not keys.is_required)
@@ -251,7 +255,7 @@ def build_app(
     async def metrics(request: Request) -> Response:
         """Prometheus' text format."""
         if hides(request):
-            check_sees_all(request.headers.get("authorization"))
+            check_sees_all(request)
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     _add_response_routes(app, front, bodies)

@@ -10,8 +10,30 @@ from kvxfer.errors import ConfigError
 from kvxfer.observe import hide
 from kvxfer.openai.errors import RequestError
 from kvxfer.policy.keylimits import KeyLimits, KeyMeter, SharedMeter
+from kvxfer.router.headers import API_KEY
 from kvxfer.router.keyed import UNKEYED, KeyedRequest, KeyHolder
 from kvxfer.router.keyfile import KeyEntry, digest_of, plain_entry, read_key_file
+
+
+def authorization_in(received: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The key that a request's headers show, as ``Authorization`` has it; None where they show none. Names are in lower
+    case. Raises RequestError (401) where they show more than one: which one counts would be this reader's guess.
+    """
+    shown = []
+    for name, value in received:
+        if name == b"authorization":
+            shown.append(value.decode("latin-1"))
+        elif name == API_KEY:
+            shown.append(f"Bearer {value.decode('latin-1')}")
+    if len(shown) > 1 and len(set(map(_key_in, shown))) > 1:
+        what = "the request shows two API keys: Authorization and x-api-key are places of one"
+        raise RequestError(what, status=401, error_code="invalid_api_key")
+    return shown[0] if shown else None
+
+
+def _key_in(authorization: str) -> bytes:
+    scheme, _, given = authorization.partition(" ")
+    return given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
 
 
 class ApiKeys:
@@ -85,8 +107,7 @@ class ApiKeys:
         is unknown or missing."""
         if not self._known:
             return None
-        scheme, _, given = (authorization or "").partition(" ")
-        presented = given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
+        presented = _key_in(authorization or "")
         digest = digest_of(presented)
         found: KeyHolder | None = None
         for known, holder in self._known:
@@ -96,7 +117,11 @@ class ApiKeys:
             self._hidden.add(digest)
             hide(presented.decode("utf-8", "replace"))
         if found is None or not presented:
-            what = "incorrect API key provided" if presented else "an API key is required: Authorization: Bearer ..."
+            what = (
+                "incorrect API key provided"
+                if presented
+                else "an API key is required: Authorization: Bearer ..., or x-api-key"
+            )
             raise RequestError(what, status=401, error_code="invalid_api_key")
         return found
 
@@ -105,6 +130,14 @@ class ApiKeys:
         Raises RequestError (401), RateLimitedError (429)."""
         holder = self.check(authorization)
         return UNKEYED if holder is None else holder.enter()
+
+    def check_shown(self, received: Iterable[tuple[bytes, bytes]]) -> KeyHolder | None:
+        """As :meth:`check`, with the key that a request's headers show."""
+        return self.check(authorization_in(received) if self._known else None)
+
+    def enter_shown(self, received: Iterable[tuple[bytes, bytes]]) -> KeyedRequest:
+        """As :meth:`enter`, with the key that a request's headers show."""
+        return self.enter(authorization_in(received) if self._known else None)
 
     def __repr__(self) -> str:
         return f"ApiKeys({len(self._known)})"

@@ -204,8 +204,7 @@ class Front:
         is_inside = False
         keyed = UNKEYED
         try:
-            authorization = exchange.header(b"authorization")
-            keyed = self._keys.enter(None if authorization is None else authorization.decode("latin-1"))
+            keyed = self._keys.enter_shown(exchange.headers)
             record.owner = keyed.owner
             record.names_workers = keyed.models is None
             if keyed.name:

@@ -69,6 +69,8 @@ def leg_headers(
 
 LegHeaders = tuple[tuple[bytes, bytes], ...]
 
+API_KEY = b"x-api-key"
+"""Anthropic's: another place of the key that ``Authorization`` has elsewhere."""
 _KEPT = {b"traceparent", b"tracestate", b"authorization", REQUEST_ID.encode(), b"accept", b"accept-encoding"}
 _OF_THE_CONNECTION = frozenset(
     {
@@ -119,6 +121,8 @@ def leg_header_pairs(
     """
     known: dict[bytes, bytes] = {}
     for name, value in received:
+        if name == API_KEY and forwards_authorization:
+            name, value = b"authorization", b"Bearer " + value
         if (name in _KEPT or name in passed) and _VALUE.fullmatch(value):
             known.setdefault(name, value)
     kept = {name.decode("ascii"): value.decode("latin-1") for name, value in known.items() if name in _KEPT}

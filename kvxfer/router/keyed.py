@@ -169,7 +169,7 @@ class KeyedRequest:
 
     def admit(self, inbound: Inbound, models: tuple[str, ...]) -> Inbound:
         """The request, for a model that this key may use, once its tokens are taken. Where it names none and one of
-        ``models`` is served, it is that one. Raises RequestError (400, 403, 404), NoWorkerError, RateLimitedError (429)."""
+        ``models`` is served, it is that one. Raises RequestError (400, 403, 404), NoWorkerError, RateLimitedError."""
         holder, taken = self._holder, self._pass
         if holder is None or taken is None or self._now is None:
             return inbound

@@ -1,12 +1,14 @@
 """Which paths pass through to which workers: ``--pass-through PATH=POOL``, read and checked.
 
-Decides that no rule hides a route of the router. It must never know how a request is passed on.
+Decides that no rule hides a route of the router, and which paths every server reads alike. It must never know how a
+request is passed on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Iterable
 
 from kvxfer.errors import ConfigError
@@ -17,15 +19,8 @@ POOL_CHARS_MAX = 256
 ROLE_POOLS = ("prefill", "decode", "engine")
 """Pools by what a worker does; ``engine`` is one that serves whole requests. Every other word is a model's name."""
 OWN_PATHS = (
-    *(
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/responses/",
-        "/v1/messages",
-        "/generate",
-        "/v1/embeddings",
-    ),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/", "/v1/messages", "/generate"),
+    *("/v1/messages/count_tokens", "/v1/embeddings"),
     *("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
     *("/v1/models", "/v1/models/", "/v1/workers", "/workers", "/workers/", "/live", "/health", "/ready", "/metrics"),
     *("/docs", "/docs/", "/openapi.json", "/ui", "/ui/"),
@@ -34,6 +29,28 @@ OWN_PATHS = (
 application's."""
 
 _PATH = re.compile(r"/[A-Za-z0-9._~!$&'()*+;:@/-]*")
+
+_READ_OTHERWISE = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd%\\#?]")
+"""In a path that was percent-decoded once: what is decoded again (``%``), taken for a slash (a backslash) or for the
+end of the path (NUL, ``#``, ``?``), and what stands for bytes that are no UTF-8, as overlong forms of dots and slashes."""
+_DOTS = (".", "..")
+
+
+def is_read_alike(raw_path: bytes, path: str) -> bool:
+    """Whether every server, and every proxy before one, takes a path for one below the rule that matched it.
+    ``raw_path`` is as the client sent it, ``path`` is that percent-decoded once.
+
+    A segment counts without what is behind a ``;`` and without blanks, as some drop both; compatibility forms of
+    letters count as these letters.
+    """
+    if b"%2f" in raw_path.lower():
+        return False
+    forms = [path] if path.isascii() else [path, unicodedata.normalize("NFKC", path)]
+    for form in forms:
+        *inner, last = (segment.partition(";")[0].strip() for segment in form.split("/")[1:])
+        if _READ_OTHERWISE.search(form) is not None or last in _DOTS or any(one in ("", *_DOTS) for one in inner):
+            return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +88,7 @@ def _read(text: str) -> PassRule:
     shown = f"{OPTION} {text!r:.200}"
     if not mark or not 0 < len(pool) <= POOL_CHARS_MAX:
         raise ConfigError(f"{shown}: must be PATH=POOL; POOL is {', '.join(ROLE_POOLS)}, or a model's name")
-    parts = prefix.split("/")
-    if _PATH.fullmatch(prefix) is None or "" in parts[1:-1] or "." in parts or ".." in parts:
+    if _PATH.fullmatch(prefix) is None or not is_read_alike(prefix.encode(), prefix):
         raise ConfigError(f"{shown}: PATH must be a path such as /v1/audio/, without dots, doubles or percent signs")
     rule = PassRule(prefix, pool)
     for own in OWN_PATHS:

@@ -25,7 +25,7 @@ from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
 from kvxfer.router.legs import UNPROCESSED_MAX
 from kvxfer.router.metrics import RequestOutcome
-from kvxfer.router.pass_rules import PassRule, read_rules
+from kvxfer.router.pass_rules import PassRule, is_read_alike, read_rules
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.upstream import UpstreamError, UpstreamPhase, UpstreamResponse, UpstreamUnprocessedError
 from kvxfer.serving.exchange import ClientExchange, Headers
@@ -220,9 +220,11 @@ def _check(exchange: ClientExchange) -> None:
     """Raise RequestError for a request that is not passed on: an engine may take its path for another one."""
     if exchange.method in REFUSED_METHODS:
         raise RequestError(f"{exchange.method} does not pass through", status=405)
-    segments = exchange.path.replace("\\", "/").split("/")
-    if "." in segments or ".." in segments:
-        raise RequestError("a path that passes through has no segments . and ..")
+    if not is_read_alike(exchange.raw_target.partition(b"?")[0], exchange.path):
+        raise RequestError(
+            "a path that passes through has no segments . and .., no empty ones and no encoded slash, and is of text "
+            "without control characters and without % # ? \\"
+        )
 
 
 def _is_in(candidate: Candidate, pool: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Iterable
 
 from starlette.requests import Request
 
@@ -16,8 +16,20 @@ from kvxfer.errors import ClosedError, KvxferError, OverloadedError
 from kvxfer.openai.errors import RequestError
 from kvxfer.serving.limits import BODY_STEP_BYTES, ServingLimits
 
+SHOWN_BYTES = 80
+"""Of a header that is refused, in the text of its error."""
 LENGTH_DIGITS_MAX = 18
 """Of a content-length that is read as a number; what is longer is too long."""
+
+
+def check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise RequestError (415) for a body that is compressed: bodies are read as they come. ``headers`` have names in
+    lower case."""
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            shown = value[:SHOWN_BYTES].decode("latin-1")
+            what = f"content-encoding: {shown!a} is not supported: send the body as it is, without that header"
+            raise RequestError(what, status=415, param="content-encoding")
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,6 +62,7 @@ class Bodies:
 
     async def read(self, request: Request) -> bytes:
         """The whole body of an ASGI request, as :meth:`read_chunks` reads it."""
+        check_encoding(request.scope["headers"])
         self.check_declared(request.headers.get("content-length", "0"))
         return await self.read_chunks(request.stream())
 

@@ -68,7 +68,7 @@ class ClientExchange(Protocol):
     async def read_body(self) -> bytes:
         """The whole body, under the server's budget and clocks; once.
 
-        Raises RequestError (408, 413), OverloadedError, ClosedError where the server stops, and ClientGoneError.
+        Raises RequestError (408, 413, 415), OverloadedError, ClosedError where the server stops, and ClientGoneError.
         """
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:

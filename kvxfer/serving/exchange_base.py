@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvxfer.errors import UsageError
+from kvxfer.serving.bodies import check_encoding
 from kvxfer.serving.exchange import ClientGoneError, Headers
 
 Callback = Callable[[], None]
@@ -70,12 +71,14 @@ class ExchangeBase:
         return None
 
     def begin_reading(self) -> None:
-        """Raise UsageError at the second call, and ClientGoneError where the client has left."""
+        """Raise UsageError at the second call, ClientGoneError where the client has left, and RequestError (415) for a
+        body that is compressed."""
         if self._was_read:
             raise UsageError("the body of this request was read before")
         self._was_read = True
         if self.is_gone:
             raise ClientGoneError("the client left before its request was read")
+        check_encoding(self.headers)
 
     def pause_if_paused(self) -> None:
         if self._on_pause is not None and self.is_paused and not self.is_over:

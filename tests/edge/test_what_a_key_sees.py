@@ -88,7 +88,9 @@ async def test_no_route_tells_what_the_key_may_not_use(key: str, has_admin_key: 
     async with router_over(*fakes, keys=keys(), pass_through=RULES, **options) as router:
         words = told(fakes)
         headers = {"x-kvxfer-account": "1", **({"authorization": f"Bearer {key}"} if key else {})}
-        headers |= {} if has_admin_key else {"host": "router.example"}  # a caller from elsewhere: the admin routes are closed
+        headers |= (
+            {} if has_admin_key else {"host": "router.example"}
+        )  # a caller from elsewhere: the admin routes are closed
         for method, path in await targets(router):
             if "agent-three" in path:
                 continue  # asked below: the answer may repeat the question

@@ -9,6 +9,7 @@ from kvxfer.router.apis.api import LIMITS, MANY, Api
 from kvxfer.router.apis.messages_style import MESSAGES
 from kvxfer.router.apis.openai_style import GENERATE, OPENAI
 from kvxfer.router.apis.responses_style import RESPONSES
+from kvxfer.router.apis.style import StreamStyle
 
 COMPLETIONS = Api(
     "/v1/completions",
@@ -55,9 +56,9 @@ GENERATE_API = Api(
 )
 
 
-def _whole(path: str, *, requires_model: bool = False) -> Api:
+def _whole(path: str, *, requires_model: bool = False, style: StreamStyle = OPENAI) -> Api:
     """A route that one engine answers at once, and of whose body the router looks at the model only."""
-    return Api(path, generates=False, style=OPENAI, prompt_fields=(), requires_model=requires_model)
+    return Api(path, generates=False, style=style, prompt_fields=(), requires_model=requires_model)
 
 
 ROUTES: tuple[Api, ...] = (
@@ -66,6 +67,7 @@ ROUTES: tuple[Api, ...] = (
     RESPONSES_API,
     MESSAGES_API,
     GENERATE_API,
+    _whole("/v1/messages/count_tokens", requires_model=True, style=MESSAGES),
     _whole("/v1/embeddings", requires_model=True),
     *(_whole(path) for path in ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score")),
     *(_whole(path) for path in ("/tokenize", "/detokenize")),
