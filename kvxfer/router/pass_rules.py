@@ -32,7 +32,7 @@ _PATH = re.compile(r"/[A-Za-z0-9._~!$&'()*+;:@/-]*")
 
 _READ_OTHERWISE = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd%\\#?]")
 """In a path that was percent-decoded once: what is decoded again (``%``), taken for a slash (a backslash) or for the
-end of the path (NUL, ``#``, ``?``), and what stands for bytes that are no UTF-8, as overlong forms of dots and slashes."""
+end of the path (NUL, ``#``, ``?``), and what stands for bytes that are no UTF-8: overlong forms of dots and slashes."""
 _DOTS = (".", "..")
 
 

@@ -14,6 +14,8 @@ BODYLESS = frozenset({204, 304})
 """Statuses of answers that have no body, and no field that says how long it is."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+LEADING_ZERO = b"0"
+"""Of the next chunk's size, sent ahead: the number is the same."""
 CLOSE = (b"connection", b"close")
 
 _FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})

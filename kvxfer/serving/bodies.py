@@ -23,8 +23,7 @@ LENGTH_DIGITS_MAX = 18
 
 
 def check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise RequestError (415) for a body that is compressed: bodies are read as they come. ``headers`` have names in
-    lower case."""
+    """Raise RequestError (415) for a body that is compressed. ``headers`` have names in lower case."""
     for name, value in headers:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             shown = value[:SHOWN_BYTES].decode("latin-1")

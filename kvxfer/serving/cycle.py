@@ -14,6 +14,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvxfer.serving.answers import CONTINUE, LEADING_ZERO
 from kvxfer.serving.heads import RequestHead
 
 _log = logging.getLogger("kvxfer.serving.uvicorn")
@@ -77,6 +78,12 @@ class AsgiCycle(RequestResponseCycle):
         """The request is whole."""
         self.more_body = False
         self.message_event.set()
+
+    def harmless(self) -> bytes:
+        """As a direct exchange's."""
+        if not self.response_started:
+            return b"" if self._is_old else CONTINUE
+        return LEADING_ZERO if self.chunked_encoding and self.scope["method"] != "HEAD" else b""
 
     def disconnect(self) -> None:
         if not self.response_complete:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvxfer.serving.answers import BODYLESS, CONTINUE, LAST_CHUNK, encode_head, split_fields
+from kvxfer.serving.answers import BODYLESS, CONTINUE, LAST_CHUNK, LEADING_ZERO, encode_head, split_fields
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import Headers
 from kvxfer.serving.exchange_base import ExchangeBase
@@ -161,6 +161,12 @@ class DirectExchange(ExchangeBase):
     def finish(self) -> None:
         """The request is whole."""
         self.incoming.finish()
+
+    def harmless(self) -> bytes:
+        """What may be sent now and changes nothing of the answer; empty where there is no such."""
+        if not self.is_started:
+            return CONTINUE if self.request.version == "1.1" else b""
+        return LEADING_ZERO if self._is_chunked and not self._head else b""
 
     def disconnect(self) -> None:
         """The client has left, or is refused amid its request. Callable twice."""

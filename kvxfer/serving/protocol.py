@@ -27,6 +27,7 @@ from kvxfer.serving.connections import ConnectionPhase, Connections
 from kvxfer.serving.cycle import ABORT, TLS, AsgiCycle
 from kvxfer.serving.direct import DirectExchange
 from kvxfer.serving.exchange import ExchangeHandler, FindHandler
+from kvxfer.serving.half_closed import HalfClosed
 from kvxfer.serving.handling import run_handler
 from kvxfer.serving.heads import (
     HEAD_BYTES_MAX,
@@ -92,6 +93,8 @@ class Connection(asyncio.Protocol):
         """When the time of this phase is over."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = NEVER
+        self._half_closed: HalfClosed | None = None
+        """Where the client sends nothing more, and is given what it asked for."""
         self._writers: set[asyncio.Future[None]] = set()
         self.bodies = context.bodies
         self.client_name = ""
@@ -120,6 +123,8 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self.transport.lost()
         self._context.state.connections.discard(self)
         self._disconnect_turn()
@@ -139,11 +144,33 @@ class Connection(asyncio.Protocol):
             self._refuse_malformed(error)
         self._note_phase()
 
-    def eof_received(self) -> None:
-        """The client sends nothing more. It counts as one that has left; what was written is still sent."""
+    def eof_received(self) -> bool:
+        """The client sends nothing more. It is given what it asked for by then, as long as it takes it; one whose
+        request is not whole has left. So has one that ends TLS: the loop closes such a connection in any case."""
         if self.transport.get_write_buffer_size():
             self.transport.watch_writes()
-        self._disconnect_turn()
+        if self._half_closed is not None and not self.transport.is_closing():
+            return True  # told again, where reading was paused meanwhile
+        sock = self.transport.get_extra_info("socket")
+        if self._tls is not None or self.transport.is_closing() or sock is None or not self._answers_on():
+            self._disconnect_turn()
+            return False
+        self._half_closed = HalfClosed(sock, probe=self._probe, left=self.transport.abort)
+        return True
+
+    def _answers_on(self) -> bool:
+        """Of a client that sends nothing more: whether some whole request of it has no answer yet."""
+        if self._turn is None or self._body is not None:
+            return False
+        if not self._buffer:
+            self._turn.keeps_alive = False
+        return True
+
+    def _probe(self) -> None:
+        if self._turn is not None and not self._flow.write_paused:
+            harmless = self._turn.harmless()
+            if harmless:
+                self.transport.write(harmless)
 
     def pause_writing(self) -> None:
         self._flow.pause_writing()
@@ -203,6 +230,9 @@ class Connection(asyncio.Protocol):
             else:
                 self._flow.resume_reading()
                 self._go_on()
+                if self._half_closed is not None and not self._answers_on():
+                    self._disconnect_turn()
+                    self.transport.close()
         self._note_phase()
 
     # What the server asks.
@@ -342,6 +372,8 @@ class Connection(asyncio.Protocol):
             self._turn.disconnect()
 
     def _may_still_send(self) -> bool:
+        if self._half_closed is not None:
+            return False
         return self._body is not None or self._is_refused or bool(self._buffer) or self._flow.read_paused
 
     def _refuse_malformed(self, error: MalformedRequestError) -> None:
