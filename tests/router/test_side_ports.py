@@ -15,7 +15,11 @@ def test_each_port_serves_its_paths_and_nothing_else(workers: int) -> None:
         probe, metrics = router.ready["probe_url"], router.ready["metrics_url"]
         with httpx.Client(trust_env=False, timeout=30.0) as client:
             assert client.get(f"{probe}/live").status_code == 200
-            assert client.head(f"{probe}/live").status_code in (200, 405)
+            for url in (f"{probe}/live", f"{metrics}/metrics", f"{router.url}/metrics", f"{router.url}/v1/models"):
+                by_head = client.head(url)  # with several processes the one that leads answers
+                assert (by_head.status_code, by_head.content) == (200, b"")
+                assert int(by_head.headers["content-length"]) > 0
+            assert client.get(f"{router.url}/v1/models/", follow_redirects=False).status_code == 404
             assert client.get(f"{probe}/ready").json()["status"] == "not_ready"
             shown = client.get(f"{metrics}/metrics")
             assert shown.status_code == 200
