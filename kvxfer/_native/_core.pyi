@@ -1257,7 +1257,11 @@ class Endpoint:
 
     def knows(self, peer: AgentRef) -> bool: ...
 
-    def add_pool(self, info: PoolInfo) -> None: ...
+    def add_pool(self, info: PoolInfo, base: int = 0, segments: Sequence[tuple[int, int, int]] = []) -> None:
+        """
+        `base` and `segments` (offset, stride, length): where its blocks lie. Those that share bytes with blocks of another pool are busy while
+        those are.
+        """
 
     def set_digest(self, pool: int, digest: bytes) -> None: ...
 
@@ -1300,7 +1304,7 @@ class Endpoint:
 
     def is_connected(self, peer: AgentRef) -> bool: ...
 
-    def add_region(self, info: RegionInfo) -> None: ...
+    def add_region(self, info: RegionInfo, base: int = 0) -> None: ...
 
     def remove_region(self, region: int, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]:
         """

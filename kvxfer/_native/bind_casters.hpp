@@ -72,3 +72,15 @@ void bind_ucx(nb::module_& m);    // what a UCX library can do here, in bind_ucx
 #endif
 
 }  // namespace kvxfer
+
+namespace kvxfer {
+
+using SegmentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // offset, stride, length
+
+inline std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
+  std::vector<Segment> segments;
+  for (const auto& [offset, stride, length] : tuples) segments.push_back({offset, stride, length});
+  return segments;
+}
+
+}  // namespace kvxfer

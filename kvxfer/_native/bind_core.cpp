@@ -9,7 +9,6 @@ namespace kvxfer {
 namespace {
 
 using BlockArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using SegmentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 
 // Longer lists are looked at without the GIL.
 constexpr size_t kSmallList = 256;
@@ -22,12 +21,6 @@ IdList to_ids(const BlockArray& array) {
 }
 
 std::vector<uint32_t> to_blocks(const BlockArray& array) { return {array.data(), array.data() + array.size()}; }
-
-std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
-  std::vector<Segment> segments;
-  for (const auto& [offset, stride, length] : tuples) segments.push_back({offset, stride, length});
-  return segments;
-}
 
 template <class F>
 auto without_gil(F&& call) {

@@ -282,7 +282,13 @@ void bind_endpoint(nb::module_& m) {
       .def("peer_dead", [](Endpoint& e, const AgentRef& peer, Nanos now_ns) { return effects_of([&](Effects& out) { e.peer_dead(peer, now_ns, out); }); },
            nb::arg("peer"), nb::arg("now_ns"))
       .def("knows", &Endpoint::knows, nb::arg("peer"))
-      .def("add_pool", &Endpoint::add_pool, nb::arg("info"))
+      .def("add_pool",
+           [](Endpoint& e, const PoolInfo& info, uint64_t base, const std::vector<SegmentTuple>& segments) {
+             e.add_pool(info, {base, to_segments(segments)});
+           },
+           nb::arg("info"), nb::arg("base") = 0, nb::arg("segments") = std::vector<SegmentTuple>{},
+           "`base` and `segments` (offset, stride, length): where its blocks lie. Those that share bytes with blocks of another pool are busy while\n"
+           "those are.")
       .def("set_digest", &Endpoint::set_digest, nb::arg("pool"), nb::arg("digest"))
       .def("remove_pool", &Endpoint::remove_pool, nb::arg("pool"))
       .def("grant",
@@ -337,7 +343,7 @@ void bind_endpoint(nb::module_& m) {
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.")
       .def("admit", &Endpoint::admit, nb::arg("admission"))
       .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
-      .def("add_region", &Endpoint::add_region, nb::arg("info"))
+      .def("add_region", &Endpoint::add_region, nb::arg("info"), nb::arg("base") = 0)
       .def("remove_region",
            [](Endpoint& e, uint32_t region, Nanos now_ns) {  // blocks_busy has effects too: it is a value here
              return effects_of([&](Effects& out) {

@@ -137,7 +137,9 @@ class MemoryTransport:
             endpoint.add_pool(
                 _core.PoolInfo(
                     pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, has_checksums
-                )
+                ),
+                region.address,
+                [(part.offset_bytes, part.stride_bytes, part.length_bytes) for part in segments],
             )
             self._memories.pools[pool.pool_id] = memory
 
@@ -156,7 +158,7 @@ class MemoryTransport:
             info = _core.RegionInfo(
                 record.region_id, record.length_bytes, record.can_read, record.can_write, False, True
             )
-            endpoint.add_region(info)
+            endpoint.add_region(info, region.address)
             self._memories.regions[record.region_id] = memory
 
     def remove_region(self, region_id: int) -> None:

@@ -44,14 +44,17 @@ FAR = textwrap.dedent(
     memory[:] = how["poison"]
     if how["is_source"]:
         memory[:] = np.random.default_rng(how["seed"]).integers(0, 256, memory.size, dtype=np.uint8)
-    core.add_pool(native.PoolInfo(7, how["blocks"], how["block"], b"d" * 32, True, True), region,
-                  [(0, how["block"], how["block"])])
-    core.add_region(native.RegionInfo(how["region"], memory.size, is_shareable=True), region)
+    if how["is_pool"]:
+        core.add_pool(native.PoolInfo(7, how["blocks"], how["block"], b"d" * 32, True, True), region,
+                      [(0, how["block"], how["block"])])
+    else:
+        core.add_region(native.RegionInfo(how["region"], memory.size, is_shareable=True), region)
     near = native.AgentRef("near", 1, bytes.fromhex(how["nonce"]))
     core.set_peer(near, how["key"].encode(), tcp_host="127.0.0.1", tcp_port=how["port"], unix_path=how["near_path"])
     transfer = bytes.fromhex(how["transfer"])
-    core.grant(transfer, 7, np.arange(how["blocks"], dtype=np.uint32), reader="near", ttl_ns=60 * 10**9)
-    core.ready(transfer, how["blocks"], complete=True)
+    if how["is_pool"]:
+        core.grant(transfer, 7, np.arange(how["blocks"], dtype=np.uint32), reader="near", ttl_ns=60 * 10**9)
+        core.ready(transfer, how["blocks"], complete=True)
     print(json.dumps({"port": core.tcp_port, "file": region.fileno()}), flush=True)
 
     go = os.pipe()
@@ -76,14 +79,14 @@ FAR = textwrap.dedent(
 
 
 class Far:
-    """A process with one memory, as a pool that is granted whole and as a region; its GIL is held from :meth:`hold` to
+    """A process with one memory, as a pool that is granted whole or as a region; its GIL is held from :meth:`hold` to
     :meth:`let_go`, and a thread of its own waits for it all the while.
     """
 
     def __init__(
-        self, near: Node, directory: pathlib.Path, lane: native.Lane, transfer: bytes, seed: int | None
+        self, near: Node, directory: pathlib.Path, lane: native.Lane, transfer: bytes | None, seed: int | None
     ) -> None:
-        """``seed``: of the bytes that it has; ``None``: poison."""
+        """``transfer``: of the grant of its pool; ``None``: a region. ``seed``: of its bytes; ``None``: poison."""
         how = {
             "path": str(directory / "far"),
             "library": UCX_LIBRARY.path if lane == UCX else "",
@@ -97,7 +100,8 @@ class Far:
             "key": KEY.decode(),
             "port": near.core.tcp_port,
             "near_path": near.core.unix_path,
-            "transfer": transfer.hex(),
+            "is_pool": transfer is not None,
+            "transfer": (transfer or b"").hex(),
         }
         command = [sys.executable, "-c", FAR, json.dumps(how)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -176,7 +180,7 @@ def test_a_write_needs_nothing_of_the_destinations_python(
     ours, (read, filled) = near.register(NBYTES), scattered(1)
     ours.memory[:] = pattern(2)
     transfer, rows = new_id(), (0, BLOCK, BLOCK, BLOCKS)
-    with Far(near, directory, lane, new_id(), None) as far:
+    with Far(near, directory, lane, None, None) as far:
         assert (far.memory == POISON).all()
         far.hold()
         near.push(transfer, far.ref, [(ours.id, *rows)], [(REGION, *rows)], ids=(read, filled), lanes=[lane])
@@ -195,7 +199,7 @@ def test_a_read_needs_nothing_of_the_sources_python(
     ours, (read, filled) = near.register(NBYTES), scattered(3)
     ours.memory[:] = POISON
     transfer, rows = new_id(), (0, BLOCK, BLOCK, BLOCKS)
-    with Far(near, directory, lane, new_id(), 4) as far:
+    with Far(near, directory, lane, None, 4) as far:
         far.hold()
         near.fetch(transfer, far.ref, [(ours.id, *rows)], [(REGION, *rows)], ids=(filled, read), lanes=[lane])
         final = near.wait_drained(transfer)

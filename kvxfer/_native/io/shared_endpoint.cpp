@@ -169,7 +169,7 @@ void SharedEndpoint::add_pool(Pool pool) {
   check_process();
   std::lock_guard lock(mutex_);
   check_open();
-  endpoint_.add_pool(pool.info);
+  endpoint_.add_pool(pool.info, {reinterpret_cast<uint64_t>(pool.layout.base), pool.layout.segments});
   pool.serial = next_pool_serial_++;
   const uint32_t id = pool.info.id;
   pools_[id] = std::make_shared<const Pool>(std::move(pool));
@@ -213,7 +213,7 @@ void SharedEndpoint::add_region(OwnRegion region) {
   check_process();
   std::lock_guard lock(mutex_);
   check_open();
-  endpoint_.add_region(region.info);
+  endpoint_.add_region(region.info, reinterpret_cast<uint64_t>(region.base));
   const uint32_t id = region.info.id;
   regions_[id] = std::make_shared<const OwnRegion>(std::move(region));
   region_table_.reset();

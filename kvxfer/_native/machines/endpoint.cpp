@@ -51,20 +51,42 @@ Ledger& Endpoint::ledger(uint32_t pool) {
   return *found->second;
 }
 
-void Endpoint::add_pool(const PoolInfo& info) {
+// Throws invalid_argument where a pool's memory would be a region, too, or a region's a pool.
+void Endpoint::check_place(const Place& place, const std::string& whose, bool is_region) const {
+  for (const auto& [id, other] : places_) {
+    if (regions_.has(id) == is_region) continue;
+    const auto met = Overlap(place, other).example();
+    if (!met) continue;
+    const std::string what = is_region ? "block " + std::to_string(met->second) + " of pool " : "region ";
+    throw Error(Code::invalid_argument, whose + " shares memory with " + what + std::to_string(id) + ": register it as one of the two");
+  }
+}
+
+void Endpoint::add_pool(const PoolInfo& info, Place place) {
   if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kElementBytesMax) {
     throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kElementBytesMax) + " bytes, and at least one");
   }
-  if (regions_.has(info.id) || !pools_.emplace(info.id, std::make_unique<Ledger>(info)).second) {
-    throw Error(Code::invalid_argument, "pool id is taken");
+  if (regions_.has(info.id) || pools_.count(info.id) != 0) throw Error(Code::invalid_argument, "pool id is taken");
+  place.count = info.block_count;
+  const std::string whose = "pool " + std::to_string(info.id);
+  if (const std::string shared = overlap_within(place); !shared.empty()) throw Error(Code::invalid_argument, whose + ": " + shared);
+  check_place(place, whose, false);
+  auto ledger = std::make_unique<Ledger>(info);
+  for (auto& [id, other] : pools_) {
+    const Place& theirs = places_.at(id);
+    if (Overlap overlap(place, theirs); !overlap.is_empty()) Ledger::meet(*ledger, std::move(overlap), *other, Overlap(theirs, place));
   }
+  pools_.emplace(info.id, std::move(ledger));
+  places_[info.id] = std::move(place);
 }
 
 void Endpoint::set_digest(uint32_t pool, const Bytes32& digest) { ledger(pool).set_digest(digest); }
 
 void Endpoint::remove_pool(uint32_t pool) {
   if (!ledger(pool).is_idle()) throw Error(Code::blocks_busy, "blocks of the pool are granted, reserved or quarantined");
+  ledger(pool).leave();
   pools_.erase(pool);
+  places_.erase(pool);
 }
 
 void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,

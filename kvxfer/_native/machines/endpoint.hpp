@@ -111,7 +111,9 @@ class Endpoint {
   bool is_connected(const AgentRef& peer) const { return up_.count(peer) != 0; }
 
   // --- the owner's acts; each throws Error ---
-  void add_pool(const PoolInfo& info);
+  // `place`: where its blocks lie. Blocks that share bytes with those of another pool are busy while those are. Throws
+  // invalid_argument for an id that is taken, blocks that share bytes with each other, and memory that is a region already.
+  void add_pool(const PoolInfo& info, Place place = {});
   void set_digest(uint32_t pool, const Bytes32& digest);  // for pulls that are judged from now on
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
@@ -137,8 +139,10 @@ class Endpoint {
   // Takes the blocks of a pull back while its grant is not known to exist; the pull then waits without them. Returns false, and
   // changes nothing, if the blocks are in use or the pull is final.
   bool unreserve(const TransferId& id, Nanos now, Effects& out);
-  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument for an id that is or was taken, or no bytes.
-  void add_region(const RegionInfo& info);
+  // Open-ended grants and offers; see RegionInfo. Regions may share bytes with each other: all that is said of a region holds for
+  // each of its bytes at any time. Throws invalid_argument for an id that is or was taken, no bytes, and memory of a pool: a
+  // region's bytes may change while a grant says that they do not. `base`: where it lies; 0: not known.
+  void add_region(const RegionInfo& info, uint64_t base = 0);
   // Revokes every grant over the region, ends own pushes from it and peers' writes into it, and refuses new ones. Throws
   // blocks_busy while an own fetch may write there (and then changes nothing), and until peers' writes have drained (then the
   // region stays withdrawn, and the caller calls again).
@@ -276,6 +280,7 @@ class Endpoint {
 
   // operations
   Ledger& ledger(uint32_t pool);
+  void check_place(const Place& place, const std::string& whose, bool is_region) const;
   void check_room(const TransferId& id, const AgentRef& peer) const;
   void forget(const AgentRef& peer, Nanos now, Effects& out);
   void end_operations(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
@@ -297,6 +302,7 @@ class Endpoint {
   AgentRef self_;
   EndpointLimits limits_;
   std::map<uint32_t, std::unique_ptr<Ledger>> pools_;
+  std::map<uint32_t, Place> places_;  // of pools and regions
   Regions regions_;
   GrantTable grants_;
   Notifier notifier_;

@@ -23,9 +23,12 @@ uint64_t cost_of(const WireList& list) { return list.rows.size() * sizeof(Stride
 
 // --- the owner's acts ---
 
-void Endpoint::add_region(const RegionInfo& info) {
+void Endpoint::add_region(const RegionInfo& info, uint64_t base) {
   if (pools_.count(info.id) != 0) throw Error(Code::invalid_argument, "region id is taken by a pool");
+  const Place place = base == 0 ? Place{} : Place::of_region(base, info.bytes);
+  check_place(place, "region " + std::to_string(info.id), true);
   regions_.add(info);
+  places_[info.id] = place;
 }
 
 void Endpoint::remove_region(uint32_t region, Nanos now, Effects& out) {
@@ -50,6 +53,7 @@ void Endpoint::remove_region(uint32_t region, Nanos now, Effects& out) {
   }
   grants_.revoke_over(region, now, out);
   regions_.remove(region);
+  places_.erase(region);
 }
 
 void Endpoint::drop_unserved(std::vector<Lane>& lanes) const {

@@ -6,9 +6,8 @@ buffer, at the slice's first head. Both sides register the slice that they share
 whatever lies between them on either side, and nothing is copied elsewhere on the way. A view is registered when it is
 first wanted, and stays.
 
-Safety. Each pool has a ledger of its own, which keeps a block from being promised while it is filled and from being
-filled by two transfers at once; the pools of one memory do not know of each other. What keeps a *page* from that is
-therefore not the native core but:
+Safety. The native core keeps a byte from being promised while it is filled and from being filled by two transfers at
+once, in whichever pools its blocks are. It does not know of rooms. What keeps a *page* to one room is:
 
 - the slices of the sources of one received room are disjoint (``shape.choose``: each layer and head once), so no two of
   its transfers fill the same byte, even if they go through different pools;
@@ -19,7 +18,7 @@ therefore not the native core but:
   ledger until the room is over and every grant over the page has ended, in all pools;
 - aborting a room revokes each of its grants, in all pools, before it returns.
 
-A page that no view has needs none of this: the native ledger of its one pool suffices.
+A page that no view has needs none of this: the native ledgers suffice.
 """
 
 from __future__ import annotations
