@@ -8,8 +8,8 @@ import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 
-from kvxfer.errors import ConfigError
-from kvxfer.types import ChecksumMode, EncryptMode, Lane, ProgressMode
+from kvxfer.errors import ConfigError, InvalidArgumentError
+from kvxfer.types import ChecksumMode, EncryptMode, Lane, ProgressMode, check_kind
 
 
 def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
@@ -17,6 +17,24 @@ def check_positive(name: str, value: float, *, maximum: float = math.inf) -> Non
     if not 0 < value <= maximum:
         at_most = "" if maximum == math.inf else f" and at most {maximum:.15g}"
         raise ConfigError(f"{name} must be above 0{at_most}, not {value!r}")
+
+
+def check_kinds(config: AgentConfig) -> None:
+    """Raise ConfigError, naming the setting, unless each is of the kind that its annotation says. A mode may be named
+    by its value."""
+    kinds: dict[str, type] = {"str": str, "bool": bool, "int": int, "float": float}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        kind = str(field.type).partition("[")[0]
+        if kind == "tuple":
+            is_list = not isinstance(value, (str, bytes)) and isinstance(value, Sequence)
+            if not is_list or not all(lane in tuple(Lane) for lane in value):
+                raise ConfigError(f"{field.name} must be a list of {', '.join(Lane)}, not {value!r:.100}")
+            continue
+        try:
+            check_kind(field.name, value, kinds.get(kind, str))
+        except InvalidArgumentError as error:
+            raise ConfigError(str(error)) from None
 
 
 def checksum_mode(name: str, value: str) -> ChecksumMode:
@@ -205,6 +223,7 @@ class AgentConfig:
     continue in another session. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in (
             "grant_ttl_s",
             "grant_lifetime_max_s",

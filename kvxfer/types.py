@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import numbers
 import re
 from typing import Any
 
@@ -32,6 +33,24 @@ def check_agent_id(agent_id: str) -> str:
 def _shown(value: object) -> str:
     """For error texts: the beginning of a text, otherwise only the type, since a peer may nest a value without end."""
     return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise InvalidArgumentError, naming the argument, unless ``value`` is of that kind. A bool is no number, and an
+    int may be a float; numbers of other libraries count."""
+    wanted = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
+    if not isinstance(value, wanted) or (wanted is not kind and isinstance(value, bool)):
+        raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, not {_shown(value)}")
+
+
+def _check_fields(record: object) -> None:
+    """Judge each field of a dataclass of this module by its annotation."""
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        kind = str(field.type).partition("[")[0]
+        check_kind(field.name, getattr(record, field.name), _KINDS.get(kind) or globals()[kind])
+
+
+_KINDS: dict[str, type] = {"int": int, "str": str, "bytes": bytes, "bool": bool, "tuple": tuple}
 
 
 class Role(enum.StrEnum):
@@ -130,6 +149,7 @@ class Incarnation:
     boot_nonce: bytes
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if not 0 <= self.number < 1 << 64:
             raise InvalidArgumentError(f"incarnation number {self.number} does not fit 64 bits")
         if len(self.boot_nonce) != 16:
@@ -146,6 +166,9 @@ class AgentRef:
     agent_id: str
     incarnation: Incarnation
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
     def __hash__(self) -> int:
         """Of the name alone: a name has few incarnations, and a string keeps its hash."""
         return hash(self.agent_id)
@@ -161,6 +184,7 @@ class TransferId:
     raw: bytes
 
     def __post_init__(self) -> None:
+        check_kind("raw", self.raw, bytes)
         if len(self.raw) != 16:
             raise InvalidArgumentError(f"transfer id must be 16 bytes, not {len(self.raw)}")
 
@@ -170,7 +194,7 @@ class TransferId:
         try:
             raw = bytes.fromhex(text)
         except (ValueError, TypeError):
-            raise InvalidArgumentError(f"transfer id {_shown(text)} must be 32 hex digits") from None
+            raise InvalidArgumentError(f"text of a transfer id must be 32 hex digits, not {_shown(text)}") from None
         return cls(raw)
 
     def __str__(self) -> str:
@@ -217,6 +241,7 @@ class Segment:
     length_bytes: int
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.offset_bytes < 0 or self.length_bytes <= 0 or self.stride_bytes < self.length_bytes:
             raise InvalidArgumentError(f"segment {self} needs offset >= 0, length > 0 and stride >= length")
 
@@ -272,10 +297,14 @@ class CompatibilityRecord:
     """What ``config_fingerprint`` is a digest of, as a short text that names a difference: it is not compared itself
     (:mod:`kvxfer.protocol.facts`)."""
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
     @classmethod
     def opaque(cls, format_name: str) -> CompatibilityRecord:
         """A record for blocks of an unknown format: pools of the same ``format_name`` match if their blocks have equal
         sizes."""
+        check_kind("format_name", format_name, str)
         return cls(format_name, "", "", "uint8", 1, 1, 1, 1, axes="bytes", packing="", rope="", attention_backend="")
 
     @property
@@ -296,8 +325,8 @@ class CompatibilityRecord:
         """Parse what :meth:`to_json` wrote; raise InvalidArgumentError for anything else."""
         try:
             values: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"compatibility record is not JSON: {error}") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidArgumentError(f"text of a compatibility record is not JSON: {error}") from None
         types = {field.name: (int if field.type == "int" else str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) | {"facts"} != set(types):
             raise InvalidArgumentError(f"compatibility record must have exactly the fields {sorted(types)}")
@@ -328,6 +357,9 @@ class PoolRecord:
     """Whether the pool's memory was allocated by kvxfer, so that ``mapped`` can reach it."""
     memory: MemoryKind = MemoryKind.HOST
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class RegionRecord:
@@ -348,6 +380,7 @@ class RegionRecord:
     exposure: Exposure = Exposure.POOL
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if not 0 <= self.region_id < 1 << 32:
             raise InvalidArgumentError(f"region id {self.region_id} does not fit 32 bits")
         if not 0 <= self.device < 1 << 64:
@@ -364,8 +397,8 @@ class RegionRecord:
         """Parse what :meth:`to_json` wrote; raise InvalidArgumentError for anything else."""
         try:
             values: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"region record is not JSON: {error}") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidArgumentError(f"text of a region record is not JSON: {error}") from None
         kinds = {field.name: _RECORD_KINDS.get(str(field.type), str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != set(kinds):
             raise InvalidArgumentError(f"region record must have exactly the fields {sorted(kinds)}")
@@ -393,6 +426,9 @@ class DataAddress:
     lanes: tuple[Lane, ...] = ()
     """The lanes that its operator allows and that it could load; empty if it does not say."""
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -403,6 +439,9 @@ class Load:
     queued_prefill_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,6 +459,9 @@ class WorkerInfo:
     stages: str = ""
     """At which layers the pipeline stages of its engine end, as ``16,32`` for two of 16 layers; empty: there is one.
     Matches STAGES."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
     @property
     def stage_count(self) -> int:
@@ -443,6 +485,9 @@ class Member:
     """Missed heartbeats: still a member, but gets no new work."""
     is_draining: bool = False
     session_key: bytes = dataclasses.field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from kvxfer.agent.agent_memory import AgentMemory
+from kvxfer.agent.arguments import check_count, judged
 from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.discovery import Discovery
 from kvxfer.agent.grant import Grant
@@ -64,6 +65,7 @@ class Agent(AgentMemory):
     it.
     """
 
+    @judged
     def __init__(
         self,
         info: WorkerInfo | str,
@@ -165,20 +167,24 @@ class Agent(AgentMemory):
         """The known incarnations of other agents, for each name the newest last."""
         return () if self._runtime is None else tuple(self._runtime.peers)
 
+    @judged
     def find_member(self, agent_id: str) -> Member | None:
         """The newest incarnation of that name, if one is known; if not, the coordinator is asked for it, for the next
         time. From any thread."""
         return self._open().peers.look_for(agent_id)
 
+    @judged
     def is_connected(self, agent_id: str) -> bool:
         """Whether a session with the newest incarnation of that name is up. From any thread."""
         return (member := self.find_member(agent_id)) is not None and self._open().transport.is_connected(member.ref)
 
+    @judged
     def explain(self, error: KvxferError) -> KvxferError:
         """``error``, of a peer that seems gone; or MembershipEndedError where this agent itself is no member any more,
         which looks the same. From any thread."""
         return error if self._runtime is None else self._runtime.peers.explain(error)
 
+    @judged
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
         """Wait until an agent of that name is known and has a pool. With ``incarnation`` only that incarnation counts,
         and a newer one means that it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
@@ -190,12 +196,14 @@ class Agent(AgentMemory):
         many pools."""
         return self._discovered().export_metadata()
 
+    @judged
     def add_remote_agent(self, metadata: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
         """Know an agent by what its :meth:`export_metadata` returned; that agent learns of this one when it is dialed.
         ``incarnation``: only that incarnation of it; nothing is done if it is known already. Raises PeerGoneError
         (only the log says why), InvalidArgumentError if ``discovery`` is off."""
         return self._discovered().add_remote_agent(metadata, agent_id, incarnation)
 
+    @judged
     def report_load(self, load: Load) -> None:
         """Set the load that the next heartbeat reports. From any thread."""
         self._load = load
@@ -217,19 +225,22 @@ class Agent(AgentMemory):
         """As :attr:`kvxfer.rpc.CoordinatorSession.leg_keys`; none without a coordinator."""
         return () if self._session is None else self._session.leg_keys
 
+    @judged
     def connect_peer(self, ref: AgentRef, address: DataAddress, key: bytes, pools: Sequence[PoolRecord] = ()) -> None:
         """Add one incarnation of a peer without a coordinator: where it listens, the 32-byte session key that both
         sides of the pair use, and the pools that may be pulled from. A second call replaces what the first said of that
         incarnation."""
         info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
-        self._open().peers.add(Member(ref, info, address, tuple(pools), session_key=key))
+        self._on_loop("connect_peer").peers.add(Member(ref, info, address, tuple(pools), session_key=key))
 
+    @judged
     def disconnect_peer(self, ref: AgentRef) -> None:
         """Report that exactly this incarnation is dead. Its reads from us and our reads from it end."""
-        self._open().peers.remove(ref)
+        self._on_loop("disconnect_peer").peers.remove(ref)
 
     # --- source ---
 
+    @judged
     def grant(
         self,
         pool: Pool,
@@ -249,16 +260,18 @@ class Agent(AgentMemory):
         LimitExceededError, and GrantReleasedError if the reader aborted the transfer before.
         """
         self._check_own(pool)
+        check_count("ready_blocks", ready_blocks)
         return self._open().grants.make(
             pool.pool_id,
             as_blocks(blocks),
             transfer_id=transfer_id,
             reader=reader or "",
-            ready_blocks=ready_blocks,
+            ready_blocks=int(ready_blocks),
             ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
             content_digest=as_content_digest(content_digest),
         )
 
+    @judged
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
         """Report that the engine here accepted that prompt for the agent ``reader`` (``None``: the first that pulls
         it). A pull that comes before the grant is answered "queued". Ends by :meth:`grant` or :meth:`abort_grant`. From
@@ -266,6 +279,7 @@ class Agent(AgentMemory):
         (the reader aborted it before)."""
         self._open().grants.expect(transfer_id, reader or "")
 
+    @judged
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
         """A heartbeat of the engine here, which is about to step or, with ``has_work=False``, is idle. ``took_in``: the
         engine has read everything that had reached its queue at the last such heartbeat. From any thread, also before
@@ -274,6 +288,7 @@ class Agent(AgentMemory):
             self._open()
         self._pulse.pulse(has_work, took_in)
 
+    @judged
     def abort_grant(self, transfer_id: TransferId) -> None:
         """Report that this grant will never be made, so that its reader stops waiting. From any thread. Raises
         InvalidArgumentError."""
@@ -281,6 +296,7 @@ class Agent(AgentMemory):
 
     # --- destination ---
 
+    @judged
     def pull(
         self,
         pool: Pool,
@@ -316,6 +332,7 @@ class Agent(AgentMemory):
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content_digest)
         return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
 
+    @judged
     def ask(
         self,
         pool: Pool,
@@ -359,12 +376,14 @@ class Agent(AgentMemory):
         what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
         return PullOrder(*what, as_content_digest(content_digest), pool.checksum)
 
+    @judged
     def progress(self, timeout_s: float) -> None:
         """Wait for events, at most ``timeout_s`` and 5 ms, on a thread that is not the loop's, and call ``on_ended`` of
         transfers that ended. This thread also moves bytes meanwhile. Raises ClosedError, InvalidArgumentError on the
         loop's thread, or the error that broke the agent."""
         self._open().progress(timeout_s)
 
+    @judged
     def abort_pull(self, transfer_id: TransferId, source: str) -> None:
         """Report that this id will never be pulled here, so that its source, if known, need not wait for the grant to
         expire.
@@ -378,6 +397,7 @@ class Agent(AgentMemory):
 
     # --- notifications ---
 
+    @judged
     def notify(self, agent_id: str, payload: bytes) -> Delivery:
         """Send a small message to the newest incarnation of an agent. It arrives once, in order. The Delivery may be
         awaited.
@@ -385,7 +405,7 @@ class Agent(AgentMemory):
         Raises PeerGoneError or CoordinatorUnavailableError (the agent is not known), InvalidArgumentError (too long),
         LimitExceededError.
         """
-        runtime = self._open()
+        runtime = self._on_loop("notify")
         delivery = Delivery(asyncio.get_running_loop(), runtime.peers.get(agent_id).ref)
         self._notifications.sent(runtime.transport.notify(delivery.receiver, payload), delivery)
         return delivery

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kvxfer.agent.arguments import judged
 from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import AgentPools, PoolSpec
 from kvxfer.agent.runtime import AgentRuntime
@@ -30,6 +31,13 @@ class AgentMemory:
     def _open(self) -> AgentRuntime:
         raise NotImplementedError
 
+    def _on_loop(self, method: str) -> AgentRuntime:
+        """As :meth:`_open`. Raises InvalidArgumentError on another thread than the loop's."""
+        runtime = self._open()
+        if not runtime.transfers.is_on_loop:
+            raise InvalidArgumentError(f"{method} is for the agent's loop: other threads use loop.call_soon_threadsafe")
+        return runtime
+
     def _check_own(self, pool: Pool) -> None:
         if pool not in self._pools:
             raise InvalidArgumentError(f"{pool!r} is not a pool of agent {self.info.agent_id}")
@@ -40,6 +48,7 @@ class AgentMemory:
     def pools(self) -> tuple[Pool, ...]:
         return tuple(self._pools)
 
+    @judged
     def allocate_pool(
         self,
         record: CompatibilityRecord,
@@ -56,6 +65,7 @@ class AgentMemory:
         Raises InvalidArgumentError for too many published pools, LimitExceededError if the host lacks the memory."""
         return self._pools.allocate(PoolSpec(record, block_count, exposure, checksum, is_published), block_bytes)
 
+    @judged
     def register_pool(
         self,
         record: CompatibilityRecord,
@@ -68,13 +78,15 @@ class AgentMemory:
         is_published: bool = True,
     ) -> Pool:
         """A pool in existing memory: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)`` or Region,
-        which the pool keeps alive. Without ``segments`` the memory is cut into equal blocks.
+        which the pool keeps alive. Without ``segments`` the memory is cut into equal blocks. Other pools of this agent
+        may have the same memory: a block is busy while one that shares bytes with it is.
 
-        Raises InvalidArgumentError for memory with gaps or segments that do not fit, LaneUnavailableError for an
-        unusable device.
+        Raises InvalidArgumentError for memory with gaps, segments that do not fit, blocks that share bytes, and memory
+        that is registered (:meth:`register`); LaneUnavailableError for an unusable device.
         """
         return self._pools.register(PoolSpec(record, block_count, exposure, checksum, is_published), memory, segments)
 
+    @judged
     def remove_pool(self, pool: Pool) -> None:
         """Remove a pool. Raises BlocksBusyError while a block of it is granted, reserved or quarantined."""
         self._check_own(pool)
@@ -82,15 +94,18 @@ class AgentMemory:
 
     # --- registered memory ---
 
+    @judged
     def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Let every authenticated peer read and write ``memory`` (a contiguous tensor (CPU, CUDA), array, buffer,
         ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. The memory
-        is kept alive until then.
+        is kept alive until then. Registrations may overlap.
 
-        Raises InvalidArgumentError for memory with gaps, LaneUnavailableError for an unusable device.
+        Raises InvalidArgumentError for memory with gaps and memory of a pool, LaneUnavailableError for an unusable
+        device.
         """
         return self._open().transfers.engine.register(memory, can_read=can_read, can_write=can_write)
 
+    @judged
     def deregister(self, registration: MemoryRegistration) -> None:
         """Remove it. Once this has returned no peer reads or writes it. Raises BlocksBusyError while one of our posts
         uses it, or a peer's write into it drains."""
@@ -100,6 +115,7 @@ class AgentMemory:
         """The registered regions of this agent. Peers need them (``to_json``) to prepare."""
         return self._open().transfers.engine.records()
 
+    @judged
     def prepare(
         self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None
     ) -> Prepared:
@@ -109,6 +125,7 @@ class AgentMemory:
         PeerGoneError."""
         return self._open().transfers.prepare(descriptors, peer, records)
 
+    @judged
     def post(
         self,
         op: Op,
@@ -128,6 +145,6 @@ class AgentMemory:
         Awaiting raises what goes wrong later.
         """
         allowed = self._lanes if lanes is None else lanes
-        return self._open().transfers.post(
+        return self._on_loop("post").transfers.post(
             op, local, local_ids, remote, remote_ids, lanes=allowed, notification=notification, deadline_s=deadline_s
         )

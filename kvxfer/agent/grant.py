@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvxfer.agent.arguments import check_count, judged
 from kvxfer.errors import KvxferError
 from kvxfer.transport.base import Transport
 from kvxfer.types import GrantState, TransferId, check_agent_id
@@ -55,6 +56,7 @@ class Grant:
             state = None
         return GrantState.REVOKED if state is None else state
 
+    @judged
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         """Announce that the first ``blocks`` of the grant's blocks are written and will not change; cumulative.
         ``complete``: no further blocks will be announced.
@@ -62,8 +64,11 @@ class Grant:
         Raises GrantExpiredError, GrantRevokedError or GrantReleasedError once the grant has ended, InvalidArgumentError
         for fewer blocks than before or more than granted.
         """
-        self._transport.ready(self._transfer_id, blocks, layers=layers, complete=complete)
+        check_count("blocks", blocks)
+        check_count("layers", layers)
+        self._transport.ready(self._transfer_id, int(blocks), layers=int(layers), complete=complete)
 
+    @judged
     def bind(self, reader: str) -> str | None:
         """Let only the agent ``reader`` read from now on, unless another agent was named or came first.
 
@@ -90,6 +95,7 @@ class Grant:
         except KvxferError:  # long forgotten, or the transport is gone
             return None
 
+    @judged
     def revoke(self, reason: str = "") -> GrantState:
         """End the grant now. Once this has returned the blocks may be overwritten, because reads that are in progress
         will not be confirmed. Returns how the grant ended, which may have happened before.
@@ -102,6 +108,7 @@ class Grant:
         """End the grant because its reader no longer needs it; otherwise as :meth:`revoke`."""
         return self._end(self._transport.release_grant)
 
+    @judged
     def on_ended(self, callback: Callable[[GrantState], None]) -> None:
         """Call ``callback(state)`` on the agent's loop, exactly once: when the grant ends, or soon if it has ended."""
         self._loop.call_soon_threadsafe(self._add_callback, callback)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.agent.arguments import judged
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Region, check_segments
 from kvxfer.types import ChecksumMode, CompatibilityRecord, PoolRecord, Segment
@@ -57,6 +58,7 @@ class Pool:
         """The pool as other agents see it."""
         return self._published
 
+    @judged
     def describe(self, record: CompatibilityRecord) -> None:
         """Replace the record, because the owner has learnt what its blocks are or no longer knows it. From now on this
         agent, and its peers once they have heard of it, compare ``record``. On the agent's loop. Raises ClosedError."""

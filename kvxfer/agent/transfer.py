@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy.typing as npt
 
+from kvxfer.agent.arguments import judged
 from kvxfer.errors import KvxferError
 from kvxfer.transport.batch import BatchStatistics, TransferBatch
 from kvxfer.transport.pull import Pull, TransferProgress, TransferResult
@@ -106,6 +107,7 @@ class Transfer(Awaited[TransferResult]):
         """The result, without waiting. Raises the error that ended it, or InvalidArgumentError while it is running."""
         return self._pull.result()
 
+    @judged
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
         """Give a transfer that :meth:`Agent.ask` made its destination blocks, for the grant's positions ``first...``.
         They belong to the agent until the transfer has drained, or :meth:`unreserve` gave them back.

@@ -33,6 +33,7 @@ from kvxfer.types import (
     Segment,
     TransferId,
     TransferState,
+    check_kind,
 )
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
@@ -365,6 +366,9 @@ def allocate_region(length_bytes: int) -> Region:
     ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError if the host has too
     little.
     """
+    check_kind("length_bytes", length_bytes, int)
+    if length_bytes < 1:
+        raise InvalidArgumentError(f"length_bytes must be at least 1, not {length_bytes}")
     try:
         shared = _core.Region(length_bytes)
     except LaneUnavailableError as error:
@@ -390,11 +394,14 @@ def check_segments(segments: Sequence[Segment], *, block_count: int, block_bytes
             )
 
 
-def as_blocks(blocks: npt.ArrayLike) -> Blocks:
+def as_blocks(blocks: npt.ArrayLike, name: str = "blocks") -> Blocks:
     """Block indices as a contiguous uint32 array of one dimension; raises InvalidArgumentError for anything else."""
-    array = np.asarray(blocks)
+    try:
+        array = np.asarray(blocks)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name} must be a list of indices: {error}") from None
     if array.ndim != 1 or array.size == 0:
-        raise InvalidArgumentError(f"blocks must be a non-empty list of indices, not of shape {array.shape}")
+        raise InvalidArgumentError(f"{name} must be a non-empty list of indices, not of shape {array.shape}")
     if array.dtype != np.uint32:
         if not np.issubdtype(array.dtype, np.integer) or array.min() < 0 or array.max() > 0xFFFFFFFF:
             raise InvalidArgumentError(f"block indices must be integers of 0 to {0xFFFFFFFF}")

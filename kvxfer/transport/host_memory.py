@@ -39,6 +39,8 @@ def region_of(memory: Any) -> Region:
 def _from_pair(pair: tuple[Any, ...]) -> Region:
     if len(pair) != 2 or not all(isinstance(value, int) for value in pair):
         raise InvalidArgumentError("memory given as a tuple must be (address, length_bytes)")
+    if max(pair) >= 1 << 64 or sum(pair) > 1 << 64:
+        raise InvalidArgumentError(f"memory of {pair[1]} bytes at {pair[0]:#x} is no memory of a process")
     return Region(pair[0], pair[1], None)
 
 
@@ -59,6 +61,10 @@ def _from_tensor(tensor: Any) -> Region:
 
 
 def _from_array(array: np.ndarray[Any, Any], owner: object) -> Region:
+    if array.dtype.hasobject:
+        raise InvalidArgumentError(
+            "an array of Python objects has pointers, which mean nothing elsewhere: give its bytes"
+        )
     if not array.flags.c_contiguous:
         raise InvalidArgumentError("an array must be C-contiguous to be a pool")
     if not array.flags.writeable:

@@ -85,8 +85,8 @@ def make_plan(
     """
     if local.peer is not None or remote.peer is None:
         raise InvalidArgumentError("a post needs a local list and one prepared for a peer")
-    local_index = None if local_ids is None else as_blocks(local_ids)
-    remote_index = None if remote_ids is None else as_blocks(remote_ids)
+    local_index = None if local_ids is None else as_blocks(local_ids, "local_ids")
+    remote_index = None if remote_ids is None else as_blocks(remote_ids, "remote_ids")
     count = local.count if local_index is None else len(local_index)
     remote_count = remote.count if remote_index is None else len(remote_index)
     if count != remote_count:

@@ -55,7 +55,7 @@ class PullOrder:
                     f"{name} must be above 0 and at most {DURATION_MAX_S:g}, not {getattr(self, name)}"
                 )
         if not 0 < self.count <= POSITION_MAX:
-            raise InvalidArgumentError(f"a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
+            raise InvalidArgumentError(f"count: a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
         if not 0 <= self.first <= POSITION_MAX:
             raise InvalidArgumentError(f"first must be 0 to {POSITION_MAX}, not {self.first}")
 

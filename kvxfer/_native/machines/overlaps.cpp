@@ -10,7 +10,7 @@ using Wide = __int128;
 
 Wide floor_div(Wide a, Wide b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0)); }
 
-// The sum of floor((a * i + b) / m) over 0 <= i < n, in the steps of Euclid's algorithm; m > 0, a >= 0. Each pass counts the lattice
+// The sum of floor((a * i + b) / m) over 0 <= i < n, in the steps of Euclid's algorithm; m > 0, a >= 0. Each pass counts the whole
 // points below a line, and the next one those that are left, with the axes exchanged.
 Wide floor_sum(Wide n, Wide m, Wide a, Wide b) {
   Wide sum = n * floor_div(b, m);

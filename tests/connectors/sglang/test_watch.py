@@ -10,9 +10,9 @@ import pytest
 
 from kvxfer.connectors.sglang.watch import ASK_S, LOOK_S, LOST_S, SILENT_S, PeerLeg, Watch
 from kvxfer.errors import KvxferError, MembershipEndedError
-from kvxfer.types import AgentRef, TransferId
+from kvxfer.types import AgentRef, Incarnation, TransferId
 
-REF = AgentRef("d", "1")
+REF = AgentRef("d", Incarnation(1, bytes(16)))
 
 
 @dataclasses.dataclass
