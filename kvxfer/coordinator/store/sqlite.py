@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
-from kvxfer.coordinator.store.base import AHEAD_MAX, MemberRecord, NumberLine, StoreChange, readable
+from kvxfer.coordinator.store.base import MemberRecord, NumberLine, StoreChange, readable
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.types import AgentRef
 
@@ -25,6 +25,8 @@ log = logging.getLogger("kvxfer.coordinator")
 APPLICATION_ID = 0x6B767866
 """``kvxf``: what makes a sqlite file ours."""
 LOCK_WAIT_S = 1.0
+NUMBER_END = 1 << 62
+"""No counter reaches it: it counts from microseconds since 1970, so this is the year 148,000."""
 NEEDS = "the coordinator writes to this file and makes others beside it: let it, or name another place"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS numbers (only INTEGER PRIMARY KEY CHECK (only = 1), last INTEGER NOT NULL);
@@ -44,7 +46,6 @@ class SqliteStore:
     def __init__(self, path: pathlib.Path, wall_clock_us: int) -> None:
         """``wall_clock_us``: microseconds since 1970; where the file has no counter yet, it begins there."""
         self._path = path
-        self._number_max = wall_clock_us + AHEAD_MAX
         self._numbers = NumberLine(wall_clock_us)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-store")
         self._connection: sqlite3.Connection | None = None
@@ -98,12 +99,12 @@ class SqliteStore:
         return await self._run(ask)
 
     def _last_number(self, connection: sqlite3.Connection) -> int:
-        """The counter in the file. Raises sqlite3.DatabaseError for what no coordinator wrote: in a file that is
-        damaged it may be of any type, or absent."""
+        """The counter in the file, also of a clock that was ahead. Raises sqlite3.DatabaseError for what no coordinator
+        wrote: in a file that is damaged it may be of any type, or absent."""
         row = connection.execute("SELECT last FROM numbers").fetchone()
-        if row is None or type(row[0]) is not int or not 0 <= row[0] <= max(self._number_max, self._numbers.last):
+        if row is None or type(row[0]) is not int or not 0 <= row[0] < NUMBER_END:
             found = "absent" if row is None else f"{row[0]!r:.60}"
-            raise sqlite3.DatabaseError(f"its counter of incarnations is {found}, or this machine's clock is wrong")
+            raise sqlite3.DatabaseError(f"its counter of incarnations is {found}")
         return int(row[0])
 
     async def admit_number(self, number: int) -> None:
