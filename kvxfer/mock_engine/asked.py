@@ -200,23 +200,25 @@ def read_chat(body: dict[str, Any], options: MockEngineOptions) -> AskedAnswer:
     )
 
 
+def _after_system(system: Any, messages: Any) -> Any:
+    """The messages after what the request says apart from them; what is no list of messages is left as it is."""
+    if system and (messages is None or isinstance(messages, list)):
+        return [{"role": "system", "content": system}, *(messages or [])]
+    return messages
+
+
 def read_responses(body: dict[str, Any], options: MockEngineOptions) -> AskedAnswer:
     """``POST /v1/responses``."""
     given = body.get("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if body.get("instructions"):
-        messages = [{"role": "system", "content": body["instructions"]}, *(messages or [])]
-    prompt = PromptTokens(ids_of_text(chat_text(messages)))
+    prompt = PromptTokens(ids_of_text(chat_text(_after_system(body.get("instructions"), messages))))
     limit = _number(body, "max_output_tokens", None)
     return _asked(AnswerApi.RESPONSES, {**body, "n": 1}, [prompt], limit, options.answer_tokens)
 
 
 def read_messages(body: dict[str, Any], options: MockEngineOptions) -> AskedAnswer:
     """``POST /v1/messages``, Anthropic's."""
-    messages = body.get("messages")
-    if body.get("system"):
-        messages = [{"role": "system", "content": body["system"]}, *(messages or [])]
-    prompt = PromptTokens(ids_of_text(chat_text(messages)))
+    prompt = PromptTokens(ids_of_text(chat_text(_after_system(body.get("system"), body.get("messages")))))
     limit = _number(body, "max_tokens", None)
     if limit is None:
         raise RequestError("max_tokens: field required", param="max_tokens")

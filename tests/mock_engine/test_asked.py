@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.mock_engine import asked
@@ -39,6 +39,8 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS.split()), VALUES, max_size=8)
 
 
 @settings(max_examples=300)
+@example({"input": 1, "instructions": True}, asked.read_responses, EngineRole.BOTH, EngineKind.ANY)
+@example({"messages": 1, "system": "a"}, asked.read_messages, EngineRole.BOTH, EngineKind.ANY)
 @given(body=BODIES, read=st.sampled_from(READERS), role=st.sampled_from(EngineRole), kind=st.sampled_from(EngineKind))
 def test_any_object_is_read_or_refused(body: dict[str, Any], read: Any, role: EngineRole, kind: EngineKind) -> None:
     try:
