@@ -24,7 +24,8 @@ def test_a_pull_and_a_post(ends: Ends, transfer: str) -> None:
     final = reader.ask("wait", transfer=transfer)
     assert (final["state"], final["lane"]) == ("COMMITTED", "unix"), final
     assert_same(reader.bytes("kv"), content(1, NBYTES))
-    reader.ask("remove_pool")
+    for end in (source, reader):
+        end.ask("remove_pool")
 
     reader.ask("fill", name="kv", value=0)
     record = source.ask("register", name="kv")

@@ -40,7 +40,7 @@ TARGETS = {
             + b'Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0a;b="c"\r\n0123456789\r\n'
             b"0\r\nA: b\r\n\r\nGET / HTTP/1.1\r\n",
             b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-            b"PUT http://y:1/a?b HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+            b"PUT http://y:1/a?b HTTP/1.1\r\nhost: y:1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
             b"POST / HTTP/1.1\r\nhost:",
         ],
         (MalformedRequestError,),
