@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvxfer._native import _core
 from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.grants import Grants
-from kvxfer.agent.notifications import Notifications
+from kvxfer.agent.notifications import DeliveryBounds, Notifications
 from kvxfer.agent.peers import Peers
 from kvxfer.agent.pump import EventPump
 from kvxfer.agent.transfers import Transfers
@@ -47,6 +47,8 @@ class AgentRuntime:
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
         notifications.explain = self.peers.explain
+        times = (config.reconnect_s, config.transfer_deadline_s)
+        notifications.bound(DeliveryBounds(*times, lambda: self.peers.own_end(), transport.is_connected))
         self.transfers = Transfers(transport, config, self.peers, counters, lambda: self.pump.drain())
         self.pump = EventPump(transport, self._on_event, self._fail, self.transfers.tell)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None

@@ -7,13 +7,15 @@ import dataclasses
 import json
 import pathlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
+from kvxfer.connectors.vllm import loads, wire
 from kvxfer.errors import KvxferError, MembershipEndedError, PeerGoneError
 from kvxfer.openai.errors import error_body, status_for
 from kvxfer.router.failure import FailureKind, from_answer, from_event
@@ -26,6 +28,8 @@ from tests.support.coordinator import Cluster, running
 from tests.support.trust import ClusterAuthority
 
 LOST_WITHIN_S = 10.0
+ENDS_WITHIN_S = 10.0
+"""Each of the agents' bounds (stall_s, reconnect_s, a grant's lifetime) is a second at most."""
 
 
 def agent(cluster: Cluster, name: str, ca: ClusterAuthority | None = None) -> Agent:
@@ -53,6 +57,19 @@ async def pull(source: Agent, reader: Agent) -> str:
     return "committed"
 
 
+async def said_of(awaited: Awaitable[Any]) -> str:
+    try:
+        await awaited
+    except KvxferError as error:
+        return f"{error.code}: {error}"
+    return "committed"
+
+
+async def notify(sender: Agent, receiver: str, times: int = 1) -> None:
+    """Send them all, then wait for the last one."""
+    await [sender.notify(receiver, b"%d" % number) for number in range(times)][-1]
+
+
 def replace_token(cluster: Cluster) -> None:
     pathlib.Path(cluster.options.token_file).write_text(secrets.token_hex(32))
     assert load_or_create_token(cluster.options.token_file) != cluster.token
@@ -78,12 +95,30 @@ class Registered:
 
 
 async def assert_own_end_is_said(source: Agent, reader: Agent, read: Callable[[], Any], why: str) -> None:
-    for said in (await pull(source, reader), await read()):
-        assert said.startswith("membership_ended: "), said
-        assert f"this agent, {reader.ref}, is no member any more: " in said
-        assert why in said
-    with pytest.raises(MembershipEndedError, match=why):
-        await reader.wait_member("a-third", timeout_s=0.1)
+    """Each awaitable of an agent that is no member any more ends, in a bounded time, with its own end as the reason."""
+    peer = source.ref.agent_id
+    awaitables = {
+        "pull of a grant": pull(source, reader),
+        "ask": said_of(reader.ask(reader.pools[0], 1, transfer_id=fresh_id(), source=peer, deadline_s=20)),
+        "post": read(),
+        "notify": said_of(notify(reader, peer)),
+        "notify, many": said_of(notify(reader, peer, times=20)),
+        "wait_member": said_of(reader.wait_member("a-third", timeout_s=0.1)),
+        "pull from an unknown one": said_of(
+            reader.pull(reader.pools[0], [3], transfer_id=fresh_id(), source="a-fourth")
+        ),
+    }
+    async with asyncio.timeout(ENDS_WITHIN_S):
+        said = dict(zip(awaitables, await asyncio.gather(*awaitables.values()), strict=True))
+    for name, text in said.items():
+        assert text.startswith("membership_ended: "), (name, text)
+        assert f"this agent, {reader.ref}, is no member any more: " in text, name
+        assert why in text, name
+    assert reader.statistics().notifications.pending == 0
+    grant = reader.grant(reader.pools[0], [5], transfer_id=fresh_id(), ready_blocks=1, ttl_s=0.3)
+    async with asyncio.timeout(ENDS_WITHIN_S):
+        await grant.wait_ended()
+        await asyncio.to_thread(reader.progress, 1.0)
 
 
 async def test_a_revoked_one(tmp_path: pathlib.Path) -> None:
@@ -129,9 +164,13 @@ async def test_one_whose_token_is_not_accepted_goes_on_with_those_that_it_knows(
         replace_token(cluster)
         await cluster.start()
         await until(lambda: reader.explain(PeerGoneError("x")).code == "membership_ended", LOST_WITHIN_S)
-        assert await pull(source, reader) == "committed"
+        assert await pull(source, reader) == await said_of(notify(reader, "p")) == "committed"
         with pytest.raises(MembershipEndedError, match="did not accept this cluster token"):
             await reader.wait_member("a-third", timeout_s=0.1)
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            await source.close()  # and the coordinator cannot tell the reader so
+            assert (await said_of(notify(reader, "p"))).startswith("membership_ended: ")
+            await reader.close()
 
 
 async def test_a_member_that_drains_or_lost_the_coordinator_is_none(tmp_path: pathlib.Path) -> None:
@@ -146,6 +185,16 @@ async def test_a_member_that_drains_or_lost_the_coordinator_is_none(tmp_path: pa
             await reader.wait_member("a-third", timeout_s=0.1)
         assert caught.value.code == "coordinator_unavailable"
         await cluster.start()
+
+
+async def test_vllms_connector_does_not_blame_a_peer_that_takes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its patience with a message is shorter than the agent's own."""
+    monkeypatch.setattr(loads, "SILENT_S", 0.05)
+    agent = Mock(explain=lambda error: MembershipEndedError(f"revoked; {error}"), wait_member=AsyncMock())
+    agent.notify.return_value = asyncio.get_running_loop().create_future()
+    sender = Mock(_agent=agent)
+    with pytest.raises(MembershipEndedError, match="'p' took no message"):
+        await loads.Loads.notify(sender, "p", wire.Keep(()))
 
 
 def test_a_router_blames_the_worker_that_says_so_and_tries_another() -> None:

@@ -479,7 +479,7 @@ class Loads:
 
     async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
         """Send messages to an agent, and return the incarnation that took them. Raises PeerGoneError if none did in
-        time, CoordinatorUnavailableError."""
+        time, MembershipEndedError, CoordinatorUnavailableError."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:
@@ -487,7 +487,7 @@ class Loads:
                 for delivery in deliveries:
                     await delivery
         except TimeoutError:
-            raise PeerGoneError(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
+            raise self._agent.explain(PeerGoneError(f"{agent_id!r} took no message for {SILENT_S:g} s")) from None
         return member.ref
 
     def _send(self, agent_id: str, message: Message) -> None:
