@@ -36,7 +36,7 @@ class Interrupt:
         if event == "opcode":
             last = self._last.get(frame, "")
             self._last[frame] = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
-            if last in ("RESUME", "JUMP_BACKWARD") or (last.startswith("CALL") and last != "CALL_INTRINSIC_1"):
+            if last in ("RESUME", "JUMP_BACKWARD") or (last.startswith("CALL") and not last.startswith("CALL_INTRINSIC")):
                 self.left -= 1
                 if self.left < 0:
                     sys.settrace(None)
@@ -49,6 +49,8 @@ class Interrupt:
     def run(self, call: Callable[[], object]) -> bool:
         """Whether it came to raise."""
         before = sys.gettrace()
+        # Python 3.12 asks for each instruction only if some frame wanted that before tracing began.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self.trace)
         try:
             call()
