@@ -1,4 +1,4 @@
-# make demo | demo-load | demo-cluster | serve | test | check | fix | deep | nightly | slowest | bench | sim | soak | fuzz | stub | clean      CONTRIBUTING.md says more
+# make demo | demo-load | demo-cluster | serve | test | check | fix | deep | nightly | test-gpu | slowest | bench | sim | soak | fuzz | stub | clean      CONTRIBUTING.md says more
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -47,7 +47,7 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo demo-load demo-cluster serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak test-nixl test-vllm test-sglang test-sglang-e2e \
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak nightly-pythons test-gpu gpu-packages test-nixl test-vllm test-sglang test-sglang-e2e \
     test-sglang-router test-chart slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-router bench-sglang soak stub test-installed clean install native
 
 help:
@@ -104,7 +104,7 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak
+NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel nightly-aiperf nightly-alerts nightly-soak nightly-pythons
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
@@ -126,6 +126,10 @@ nightly-fuzz:
 
 nightly-soak:
 	@$(MAKE) soak MINUTES=10
+
+# The quick tier under each other supported Python of this machine, without torch there.
+nightly-pythons: install
+	@PY=$(PY) PIP_ARGS='$(PIP_ARGS)' WORKERS='$(WORKERS)' .ci/test-pythons $(ARGS)
 
 nightly-asan:
 	@$(MAKE) asan PART=$@ MARKS='' ASAN_TESTS=''
@@ -216,6 +220,16 @@ $(VLLM)/.installed-$(VLLM_VERSION): .ci/make-vllm-venv pyproject.toml
 # What docs/sglang.md begins with: two servers of SGLang behind its own router.
 demo-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 	@$(PY) -m tests.sglang.demo $(ARGS)
+
+# What needs a CUDA device, and a short benchmarks/cuda.py: at most 9 minutes, and it asks no package index, so it depends on nothing
+# here. A machine without an index gets the checkout with what `make native gpu-packages` made by a Python of the same version.
+test-gpu:
+	@.ci/test-gpu $(ARGS)
+
+GPU_PACKAGES = build/gpu/packages
+gpu-packages: $(VENV)/.installed
+	@rm -rf $(GPU_PACKAGES)
+	@$(PIP) --target $(GPU_PACKAGES) grpcio hypothesis numpy prometheus-client protobuf pytest pytest-asyncio pytest-timeout xxhash
 
 check: install
 	@$(PY) -m ruff format --check .

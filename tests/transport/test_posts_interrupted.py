@@ -36,7 +36,9 @@ class Interrupt:
         if event == "opcode":
             last = self._last.get(frame, "")
             self._last[frame] = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
-            if last in ("RESUME", "JUMP_BACKWARD") or (last.startswith("CALL") and not last.startswith("CALL_INTRINSIC")):
+            if last in ("RESUME", "JUMP_BACKWARD") or (
+                last.startswith("CALL") and not last.startswith("CALL_INTRINSIC")
+            ):
                 self.left -= 1
                 if self.left < 0:
                     sys.settrace(None)
