@@ -310,11 +310,12 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed
 MARKS = not nightly
 CONTRACT = tests/contract/test_lanes.py::test_contract
 ASAN_TESTS = tests/fuzz/test_corpus.py tests/machines tests/contract tests/transport/test_posts.py tests/transport/test_pull.py \
-    tests/native/test_checksums.py tests/native/test_cma.py tests/native/test_copying.py tests/native/test_cuda_captures.py \
+    tests/native/test_checksums.py tests/native/test_cma.py tests/native/test_copying.py tests/native/test_cuda_captures.py tests/native/test_downgrades.py \
     tests/native/test_cuda_staging.py tests/native/test_decoder.py tests/native/test_encryption.py tests/native/test_endings.py \
     tests/native/test_failing.py tests/native/test_forged.py tests/native/test_hangups.py tests/native/test_json_replace.py \
     tests/native/test_json_scan.py tests/native/test_mapping.py tests/native/test_memory_gone.py tests/native/test_regions.py \
-    tests/native/test_safety.py tests/native/test_transfers.py tests/native/test_zero_copy.py \
+    tests/native/test_plain_attacked.py tests/native/test_records_attacked.py tests/native/test_safety.py tests/native/test_transfers.py \
+    tests/native/test_zero_copy.py \
     --deselect='$(CONTRACT)[memory-' --deselect='$(CONTRACT)[mapped-by-' --deselect='$(CONTRACT)[stream-by-' --deselect='$(CONTRACT)[stream-tls-'
 TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_zero_copy.py \
     tests/native/test_endings.py tests/native/test_sessions.py \
