@@ -79,8 +79,9 @@ test: install
 # What .ci/run runs after check and test, in parts that can be called alone. The kept fuzzing corpus is replayed by asan.
 deep: deep-tests asan tsan deep-vllm test-sglang test-chart deep-wheel
 
+# Whole services, which use the processors themselves: one test for each.
 deep-tests: install
-	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/deploy --ignore=tests/fuzz/test_corpus.py $(ARGS)'
+	@$(MAKE) test TIER=deep WORKERS="$$([ '$(WORKERS)' = auto ] && nproc || echo '$(WORKERS)')" ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/deploy --ignore=tests/fuzz/test_corpus.py $(ARGS)'
 
 deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py tests/vllm/test_hybrid_smoke.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
@@ -37,10 +38,12 @@ class Caller:
 async def callers(
     router: Site | str, at_each: int = 1, count: int = COUNT, **more: Any
 ) -> AsyncIterator[dict[int, list[Caller]]]:
-    """Connections by the process that has them, at least ``at_each`` for each of ``count`` processes."""
+    """Connections by the process that has them, at least ``at_each`` for each of ``count`` processes. A process that
+    was just replaced has 30 s to serve again."""
     found: dict[int, list[Caller]] = {}
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(64):
+        for number in range(64 + 300):
+            await asyncio.sleep(0 if number < 64 else 0.1)
             caller = Caller(router if isinstance(router, str) else router.router.url, **more)
             await stack.enter_async_context(caller.client)
             await caller.health()
