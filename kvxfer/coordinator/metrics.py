@@ -9,7 +9,6 @@ import math
 import socket
 import threading
 import time
-from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -17,8 +16,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import prometheus_client
 
 from kvxfer.errors import ConfigError
+from kvxfer.one_host import OneHostHandler
 from kvxfer.protocol.directory import DirectoryStatistics
-from kvxfer.protocol.http_url import is_one_host
 
 log = logging.getLogger("kvxfer.coordinator")
 
@@ -140,17 +139,7 @@ class CoordinatorMetrics:
         return prometheus_client.generate_latest(self.registry).decode()
 
 
-class _Handler(WSGIRequestHandler):
-    def parse_request(self) -> bool:
-        """As its class's; a request that does not name one host is refused."""
-        if not super().parse_request():
-            return False
-        hosts = [value.encode("latin-1", "replace") for value in self.headers.get_all("host", ())]
-        is_known = is_one_host(hosts, is_required=self.request_version == "HTTP/1.1")
-        if not is_known:
-            self.send_error(HTTPStatus.BAD_REQUEST, "the request needs one host field")
-        return is_known
-
+class _Handler(OneHostHandler, WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 

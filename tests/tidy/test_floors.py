@@ -26,6 +26,7 @@ FLOORS = {
     "observe": 6,
     "open_files": 6,
     "ratelimit": 6,
+    "one_host": 6,
     "patience": 6,
     "places": 6,
     "trust": 6,

@@ -8,8 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvxfer.connectors.tier.keeper import BlockKeeper, unit_record
 from kvxfer.connectors.tier.service_options import TierServiceOptions
 from kvxfer.errors import ClosedError, ConfigError
 from kvxfer.observe import hide
-from kvxfer.protocol.http_url import is_one_host
+from kvxfer.one_host import OneHostHandler
 from kvxfer.rpc.token import default_token_path, load_or_create_token
 
 log = logging.getLogger("kvxfer.tier")
@@ -126,17 +125,8 @@ class TierHttp:
     def __init__(self, host: str, port: int, registry: CollectorRegistry, metadata: str) -> None:
         """Raises ConfigError if the port cannot be had."""
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(OneHostHandler):
             timeout = REQUEST_S
-
-            def parse_request(self) -> bool:
-                if not super().parse_request():
-                    return False
-                hosts = [value.encode("latin-1", "replace") for value in self.headers.get_all("host", ())]
-                is_known = is_one_host(hosts, is_required=self.request_version == "HTTP/1.1")
-                if not is_known:
-                    self.send_error(HTTPStatus.BAD_REQUEST, "the request needs one host field")
-                return is_known
 
             def do_GET(self) -> None:
                 body = b""
