@@ -2,8 +2,8 @@
 cannot change KV. So a setting that is in no list counts too, and two engines that differ in it are refused by its
 name.
 
-Decides how a setting's value is written; must never know an engine. A setting that is off (``None``, false, zero or
-empty) is no fact: versions add settings, and one that is off does what its absence did.
+Decides how a setting's value is written; must never know an engine. A setting that is off (``None``, false or empty) is
+no fact: versions add settings, and one that is off does what its absence did. Zero is a number, and counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def facts_of(settings: Any, exempt: Exemptions, prefix: str = "") -> dict[str, s
     exempt is not looked at. Raises ConfigError, naming it, for a value that cannot be compared."""
     found: dict[str, str] = {}
     for name, value in _settings_of(settings, exempt, prefix, 0):
-        if value is None or value is False or (isinstance(value, int | float | str | list | dict) and not value):
+        if value is None or value is False or (isinstance(value, str | list | dict) and not value):
             continue
         found[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"))
         if len(found) > SETTINGS_MAX:
