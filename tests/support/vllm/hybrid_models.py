@@ -41,6 +41,8 @@ class HybridKind:
     bfloat16: the next token of these models was the same in 5 of 56 cases. So of it only bytes prove something."""
     full_block_tokens: int = 32
     """Of the group of full attention, which vLLM makes as large as a state."""
+    attention_backend: str | None = None
+    """Where vLLM would choose another one on a processor with AMX, of other block sizes."""
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class HybridKind:
             "max_model_len": LONGEST,
             "num_gpu_blocks_override": self.blocks,
             "disable_hybrid_kv_cache_manager": False,
+            "attention_backend": self.attention_backend,
         }
 
 
@@ -184,6 +187,7 @@ KINDS: dict[str, HybridKind] = {
             block_tokens=16,
             full_block_tokens=16,
             is_repeatable=False,
+            attention_backend="CPU_MLA",
         ),
     )
 }
