@@ -18,6 +18,7 @@ from kvxfer.cli import lifetime
 from kvxfer.cli.flags import add_flags, flag_name, given, print_json_line
 from kvxfer.cli.settings import from_environment, from_file
 from kvxfer.errors import ConfigError
+from kvxfer.serving.threads import end_where_abandoned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,7 @@ async def _serve(args: argparse.Namespace, options: Any) -> None:
     serve = _named(SERVICES[args.command].serve)
     await serve(options, on_ready=print_json_line, stop=stop)
     logging.getLogger(f"kvxfer.{args.command}").info("stopped")
+    end_where_abandoned()
 
 
 async def _serve_member(args: argparse.Namespace) -> None:

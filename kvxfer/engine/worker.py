@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
 from kvxfer.serving.server import in_url, listening, ready_line, serving
 from kvxfer.serving.side_port import side_ports
+from kvxfer.serving.threads import ABANDONABLE
 from kvxfer.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ Ready = Callable[[dict[str, Any]], None]
 
 async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event) -> None:
     """Run a worker until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it serves and is known.
+    Where ``stop`` is set while the model is loaded, it returns at once, and leaves the thread that loads
+    (``ABANDONABLE``) behind.
 
     Raises ConfigError for a taken port, a model that cannot be had or a bad token file, and what entering the agent
     raises (AuthenticationError, CoordinatorUnavailableError, RefusedError).
@@ -57,7 +61,10 @@ async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event)
     threads, agent_id = options.thread_count(), options.new_agent_id()
     access = WorkerAccess(options, agent_id)
     with listening(options.host, options.port) as listener:
-        model = await asyncio.to_thread(_load, options, threads)
+        model = await _loaded(options, threads, stop)
+        if model is None:
+            _log.info("stopped before the model was loaded")
+            return
         torch.set_num_threads(threads)
         scheme = "https" if options.tls_cert_file else "http"
         url = f"{scheme}://{in_url(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
@@ -163,6 +170,38 @@ def _shared_pool(agent: Agent, model: LoadedModel, block_tokens: int, count: int
     storage = torch.zeros(count, block_bytes, dtype=torch.uint8, device=model.device)
     torch.cuda.synchronize(model.device)  # what lands from a peer must not be zeroed by what was asked for before
     return agent.register_pool(record, storage, block_count=count), storage
+
+
+async def _loaded(options: WorkerOptions, threads: int, stop: asyncio.Event) -> LoadedModel | None:
+    """None where it is told to stop first. The load is native code and a download, neither of which can be ended."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[LoadedModel] = loop.create_future()
+
+    def load() -> None:
+        try:
+            found, error = _load(options, threads), None
+        except BaseException as raised:
+            found, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(told, found, error)
+
+    def told(found: LoadedModel | None, error: BaseException | None) -> None:
+        if loaded.cancelled():
+            return
+        if error is not None:
+            loaded.set_exception(error)
+        elif found is not None:
+            loaded.set_result(found)
+
+    threading.Thread(target=load, name=ABANDONABLE, daemon=True).start()
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        first: set[asyncio.Future[Any]] = {loaded, stopping}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        return loaded.result() if loaded.done() else None
+    finally:
+        loaded.cancel()
+        stopping.cancel()
 
 
 def _load(options: WorkerOptions, threads: int) -> LoadedModel:
