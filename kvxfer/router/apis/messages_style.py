@@ -28,6 +28,16 @@ _KINDS = {
     "permission_error": "permission_error",
     "not_found_error": "not_found_error",
 }
+_KINDS_BY_STATUS = {
+    "400": "invalid_request_error",
+    "401": "authentication_error",
+    "403": "permission_error",
+    "404": "not_found_error",
+    "413": "request_too_large",
+    "422": "invalid_request_error",
+    "429": "rate_limit_error",
+}
+"""Of engines' errors, whose ``code`` is the status."""
 
 
 class MessagesStyle:
@@ -81,7 +91,7 @@ class MessagesStyle:
     def error_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """Anthropic's object. The members of OpenAI's that it lacks stay: ``code`` and ``retryable`` are stable."""
         error = body["error"]
-        kind = _KINDS.get(error["type"], "api_error")
+        kind = _KINDS.get(error["type"]) or _KINDS_BY_STATUS.get(str(error["code"]), "api_error")
         if error["code"] == OverloadedError.code:
             kind = "overloaded_error"
         elif error["code"] == "rate_limit_exceeded":

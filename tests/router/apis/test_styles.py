@@ -200,6 +200,9 @@ def test_a_whole_error_has_the_shape_of_its_api() -> None:
     assert MESSAGES.error_answer(busy) == {"type": "error", "error": {**busy["error"], "type": "overloaded_error"}}
     refused = MESSAGES.error_answer(error_body(RequestError("bad", param="x")))
     assert refused["error"]["type"] == "invalid_request_error"
+    engines = {"message": "bad", "type": "BadRequestError", "param": None, "code": 400}
+    assert MESSAGES.error_answer({"error": engines})["error"]["type"] == "invalid_request_error"
+    assert MESSAGES.error_answer({"error": {**engines, "code": 500}})["error"]["type"] == "api_error"
 
 
 def _compact(value: Any) -> bytes:
