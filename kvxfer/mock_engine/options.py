@@ -155,6 +155,8 @@ class MockEngineOptions:
                 f"host {self.host!r} is not loopback, and the mock engine asks for no key; --insecure accepts that"
             )
         engines = len(self.port_list)
+        if len(self.roles) > engines:
+            raise ConfigError(f"roles names {len(self.roles)} roles, and there are {engines} engines: give more ports")
         for name in ("bootstrap_port", "kv_events_port", "kv_events_replay_port"):
             if not 0 <= getattr(self, name) <= 65536 - engines:
                 raise ConfigError(f"{name} must leave room for {engines} ports below 65536, not {getattr(self, name)}")

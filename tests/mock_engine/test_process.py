@@ -69,6 +69,10 @@ def test_admin_routes_are_for_this_machine_and_name_their_ports() -> None:
         ({"kv_events_port": 5557}, "need --pace steps"),
         ({"kv_events_replay_port": 5557, "pace": PaceKind.STEPS}, "needs kv_events_port"),
         ({"bootstrap_port": 65536}, "bootstrap_port"),
+        (
+            {"ports": "8100", "roles": (EngineRole.PREFILL, EngineRole.DECODE)},
+            "roles names 2 roles, and there are 1 engines",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
