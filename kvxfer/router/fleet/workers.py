@@ -221,8 +221,7 @@ class Workers:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The frozen snapshot for one placement."""
-        if self._board is not None:
-            self._hear(self._board)
+        self._hear()
         kept = self._candidates
         if kept is not None and not self._has_unsteady:
             return kept
@@ -280,9 +279,9 @@ class Workers:
             self._leaving.pop(entry.worker.ref, None)
         self.sweep()
 
-    def _hear(self, board: LoadBoard) -> None:
+    def _hear(self) -> None:
         """Take what other processes have in flight."""
-        for ref, counts in board.changed():
+        for ref, counts in () if self._board is None else self._board.changed():
             entry = self._entries.get(ref) or self._leaving.get(ref)
             if entry is not None:
                 entry.hear(counts)
@@ -431,8 +430,7 @@ class Workers:
 
     def inflight(self) -> dict[tuple[str, str], int]:
         """Requests in flight by (agent id, part); known workers are listed with 0 as well."""
-        if self._board is not None:
-            self._hear(self._board)
+        self._hear()
         counts: dict[tuple[str, str], int] = {}
         for entry in (*self._entries.values(), *self._leaving.values()):
             for part, count in entry.inflight_by_part.items():
@@ -451,6 +449,7 @@ class Workers:
 
     def describe(self) -> list[dict[str, Any]]:
         """JSON-able account of every known worker, for ``GET /v1/workers``."""
+        self._hear()
         now_s = self._now()
         return [entry.describe(now_s) for _, entry in sorted(self._entries.items())]
 

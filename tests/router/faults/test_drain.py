@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.support.child import environment
+from tests.support.fake_workers import eventually
 from tests.support.routers import check, site
 
 SLOW = ("--ttft-ms=5", "--itl-ms=50")
@@ -87,8 +88,12 @@ async def test_a_drained_prefill_worker_is_waited_for_until_its_blocks_were_read
         decode.fault("late", delay_s=2.0, leg="decode")
         running = asyncio.create_task(there.complete(tokens=40))
         await asyncio.to_thread(prefill.wait, lambda now: now["holds"] == 1 and now["open_requests"] == 0)
+
+        async def is_held() -> bool:
+            return (await there.workers())[prefill.url]["inflight"]["held"] == 1
+
+        await eventually(is_held)  # the router hears the answer a moment after the engine has given it
         worker = (await there.workers())[prefill.url]
-        assert worker["inflight"]["held"] == 1
         command = [sys.executable, "-m", "kvxfer.cli", "drain", worker["agent_id"], f"--router={there.router.url}"]
         drain = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment())
         out, _ = await asyncio.wait_for(drain.communicate(), 30)

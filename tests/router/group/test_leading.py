@@ -119,6 +119,18 @@ def test_every_member_knows_the_workers_by_the_same_incarnation(group: Group) ->
     assert all(workers.describe() == group.workers.describe() for workers in group.everywhere())
 
 
+def test_every_member_describes_what_is_in_flight_in_all(group: Group) -> None:
+    """Whatever else was asked before: a drain asks nothing else."""
+    group.members[0].claim(group.ref("d0"), Part.DECODE)
+    held = group.members[1].hold(group.ref("d1"))
+    for workers in group.everywhere():
+        shown = {one["agent_id"]: one["inflight"] for one in workers.describe()}
+        assert shown == {"d0": {"prefill": 0, "decode": 1, "held": 0}, "d1": {"prefill": 0, "decode": 0, "held": 1}}
+    assert held is not None
+    held.release()
+    assert all(workers.describe()[1]["inflight"]["held"] == 0 for workers in group.everywhere())
+
+
 def test_claims_of_one_member_are_the_load_of_all(group: Group) -> None:
     ref = group.ref("d0")
     claims = [group.members[row].claim(ref, Part.DECODE) for row in range(ROWS) for _ in range(row + 1)]
