@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer._native import _core
-from kvxfer.errors import BlocksBusyError, InvalidArgumentError
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from tests.support.limits import endpoint_limits
 
 BASE = 1 << 20
@@ -32,7 +32,8 @@ def shapes(draw: st.DrawFn) -> tuple[int, Segments]:
     segments = []
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 6))
-        segments.append((draw(st.integers(0, 40)), length + draw(st.integers(0, 12)), length))
+        stride = draw(st.one_of(st.just(12), st.integers(length, length + 12)))
+        segments.append((draw(st.integers(0, 40)), stride, length))
     return count, segments
 
 
@@ -177,6 +178,41 @@ def test_two_large_pools_with_strides_that_never_meet() -> None:
         world.endpoint.add_pool(_core.PoolInfo(pool, count >> pool, 2, bytes(32), False), BASE, segments)
     world.endpoint.grant(bytes(16), 1, [7], "", SECOND, 0, 0)
     world.endpoint.pull(bytes(15) + b"1", PEER, 2, [3], 0, [_core.Lane.MEMORY], SECOND, 1, 0)
+
+
+def interleaved(segments: int) -> Segments:
+    """As the layers of a cache whose blocks have all layers."""
+    return [(64 * number, 64 * segments, 64) for number in range(segments)]
+
+
+def test_many_segments_of_one_stride_are_judged_without_looking_at_their_pairs() -> None:
+    """4096 lie in each other, which are 8 million pairs: more than are judged one by one."""
+    segments = interleaved(4096)
+    endpoint = Pools().endpoint
+    for pool in (1, 2):
+        endpoint.add_pool(_core.PoolInfo(pool, 64, 64 * 4096, bytes(32), False), BASE, segments)
+    endpoint.grant(bytes(16), 1, [7], "", SECOND, 0, 0)
+    with pytest.raises(BlocksBusyError, match="block 7 of pool 1"):
+        endpoint.pull(bytes(15) + b"1", PEER, 2, [7], 0, [_core.Lane.MEMORY], SECOND, 1, 0)
+    segments[4000] = (64 * 3999 + 1, 64 * 4096, 64)
+    with pytest.raises(InvalidArgumentError, match="segments 3999 and 4000 of its blocks share bytes"):
+        endpoint.add_pool(_core.PoolInfo(3, 64, 64 * 4096, bytes(32), False), BASE, segments)
+
+
+def test_too_many_pairs_of_segments_are_refused() -> None:
+    """Of strides that differ, which lie in each other like the shells of an onion."""
+    count = 4096
+    segments = [(number, 2 * (count - number), 1) for number in range(count)]
+    with pytest.raises(LimitExceededError, match="pairs of segments lie in each other"):
+        Pools().endpoint.add_pool(_core.PoolInfo(1, 2, count, bytes(32), False), BASE, segments)
+
+
+@pytest.mark.parametrize("end", [1 << 63, (1 << 64) - 1, 1 << 64, (1 << 64) + 4096])
+def test_memory_whose_end_is_no_address_is_refused(end: int) -> None:
+    """A sum of 64 bits would wrap, and see no pool there."""
+    world = make(WHOLE)
+    with pytest.raises(InvalidArgumentError, match=r"ends past all addresses|shares memory"):
+        world.endpoint.add_region(_core.RegionInfo(9, min(end - 4096, (1 << 64) - 1)), 4096)
 
 
 @pytest.mark.parametrize("is_region_first", [True, False], ids=["region first", "pool first"])

@@ -1,6 +1,9 @@
 #include "overlaps.hpp"
 
 #include <algorithm>
+#include <limits>
+#include <map>
+#include <queue>
 #include <tuple>
 
 namespace kvxfer {
@@ -68,12 +71,16 @@ struct Part {
   size_t segment;
 };
 
+constexpr uint64_t kAddressEnd = uint64_t{1} << 63;  // no process has memory there: differences of addresses fit into int64_t
+constexpr size_t kPairsMax = 1 << 18;                // of segments that are judged one by one
+
 std::vector<Part> parts_of(const Place& place) {
   std::vector<Part> parts;
   for (size_t i = 0; i < place.segments.size(); ++i) {
     const Segment& segment = place.segments[i];
-    const uint64_t begin = place.base + segment.offset;
-    parts.push_back({begin, begin + (place.count - 1) * segment.stride + segment.length, i});
+    const Wide begin = Wide{place.base} + segment.offset, end = begin + Wide{place.count - 1} * segment.stride + segment.length;
+    if (end > kAddressEnd) throw Error(Code::invalid_argument, "memory at " + std::to_string(place.base) + " ends past all addresses of a process");
+    parts.push_back({static_cast<uint64_t>(begin), static_cast<uint64_t>(end), i});
   }
   std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   return parts;
@@ -84,14 +91,105 @@ Meeting meeting_of(const Place& here, const Segment& ours, const Place& there, c
   return {delta, ours.stride, ours.length, theirs.stride, theirs.length};
 }
 
+// Those segments of one place that a sweep over the addresses is inside of. Segments of one stride that lie in each other are told
+// apart by where they lie within the stride, as on a circle: no two of them that share no byte meet there.
+class Active {
+ public:
+  explicit Active(const Place& place) : place_(place), parts_(parts_of(place)) {}
+
+  // The address where the next segment begins; the greatest number after the last one.
+  uint64_t next() const { return at_ == parts_.size() ? std::numeric_limits<uint64_t>::max() : parts_[at_].begin; }
+
+  size_t upcoming() const { return parts_[at_].segment; }  // that segment
+
+  // The sweep enters it, and leaves those that end before it.
+  const Part& enter() {
+    const Part& part = parts_[at_++];
+    leave(part.begin);
+    on_circle(place_, part.segment, [&](uint64_t from, uint64_t to) { circles_[stride_of(part)][from] = {to, part.segment}; });
+    ends_.push(part);
+    return part;
+  }
+
+  // `visit(segment)` of the active segments that may share bytes with segment `i` of `other`, which begins at `begin`, perhaps twice.
+  template <class F>
+  void meet(const Place& other, size_t i, uint64_t begin, F&& visit) {
+    leave(begin);
+    for (const auto& [stride, circle] : circles_) {
+      if (stride != other.segments[i].stride) {
+        for (const auto& [_, held] : circle) visit(held.second);
+        continue;
+      }
+      on_circle(other, i, [&circle = circle, &visit](uint64_t from, uint64_t to) {
+        auto it = circle.upper_bound(from);
+        if (it != circle.begin() && std::prev(it)->second.first > from) --it;
+        for (; it != circle.end() && it->first < to; ++it) visit(it->second.second);
+      });
+    }
+  }
+
+ private:
+  using Circle = std::map<uint64_t, std::pair<uint64_t, size_t>>;  // begin -> end and segment, within the stride
+  struct Later {
+    bool operator()(const Part& a, const Part& b) const { return a.end > b.end; }
+  };
+
+  uint64_t stride_of(const Part& part) const { return place_.segments[part.segment].stride; }
+
+  // `visit(begin, end)` of the one or two stretches that a segment takes of its stride.
+  template <class F>
+  static void on_circle(const Place& place, size_t i, F&& visit) {
+    const Segment& segment = place.segments[i];
+    const uint64_t from = (place.base + segment.offset) % segment.stride, to = from + segment.length;
+    visit(from, std::min(to, segment.stride));
+    if (to > segment.stride) visit(0, to - segment.stride);
+  }
+
+  void leave(uint64_t at) {
+    for (; !ends_.empty() && ends_.top().end <= at; ends_.pop()) {
+      const auto circle = circles_.find(stride_of(ends_.top()));
+      on_circle(place_, ends_.top().segment, [&](uint64_t from, uint64_t) { circle->second.erase(from); });
+      if (circle->second.empty()) circles_.erase(circle);
+    }
+  }
+
+  const Place& place_;
+  const std::vector<Part> parts_;
+  size_t at_ = 0;
+  std::map<uint64_t, Circle> circles_;  // by stride
+  std::priority_queue<Part, std::vector<Part>, Later> ends_;
+};
+
+// Counts pairs of segments that need a look of their own.
+class PairCount {
+ public:
+  void add() {
+    if (++count_ > kPairsMax) {
+      throw Error(Code::limit_exceeded, "more than " + std::to_string(kPairsMax) + " pairs of segments lie in each other: too many to judge which blocks share bytes");
+    }
+  }
+
+ private:
+  size_t count_ = 0;
+};
+
 }  // namespace
 
 Overlap::Overlap(const Place& here, const Place& there) : count_(here.count), other_count_(there.count) {
-  const std::vector<Part> ours = parts_of(here), theirs = parts_of(there);
-  for (const Part& part : ours) {
-    for (const Part& other : theirs) {
-      if (other.begin >= part.end) break;
-      if (other.end > part.begin) meetings_.push_back(meeting_of(here, here.segments[part.segment], there, there.segments[other.segment]));
+  Active ours(here), theirs(there);
+  PairCount pairs;
+  const auto add = [&](size_t one, size_t other) {
+    pairs.add();
+    meetings_.push_back(meeting_of(here, here.segments[one], there, there.segments[other]));
+  };
+  constexpr uint64_t kNone = std::numeric_limits<uint64_t>::max();
+  while (ours.next() != kNone || theirs.next() != kNone) {
+    if (ours.next() <= theirs.next()) {
+      const Part& part = ours.enter();
+      theirs.meet(here, part.segment, part.begin, [&](size_t other) { add(part.segment, other); });
+    } else {
+      const Part& part = theirs.enter();
+      ours.meet(there, part.segment, part.begin, [&](size_t other) { add(other, part.segment); });
     }
   }
   std::sort(meetings_.begin(), meetings_.end());
@@ -116,16 +214,21 @@ std::optional<std::pair<uint32_t, uint32_t>> Overlap::example() const {
 }
 
 std::string overlap_within(const Place& place) {
-  const std::vector<Part> parts = parts_of(place);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    for (size_t j = i + 1; j < parts.size() && parts[j].begin < parts[i].end; ++j) {
-      const Meeting meeting = meeting_of(place, place.segments[parts[i].segment], place, place.segments[parts[j].segment]);
-      if (!do_meet(meeting, place.count, place.count)) continue;
-      const auto [one, other] = std::minmax(parts[i].segment, parts[j].segment);
-      return "segments " + std::to_string(one) + " and " + std::to_string(other) + " of its blocks share bytes";
-    }
+  Active active(place);
+  PairCount pairs;
+  std::string found;
+  while (found.empty() && active.next() != std::numeric_limits<uint64_t>::max()) {
+    const uint64_t begin = active.next();
+    const size_t segment = active.upcoming();
+    active.meet(place, segment, begin, [&](size_t other) {
+      pairs.add();
+      if (!found.empty() || !do_meet(meeting_of(place, place.segments[other], place, place.segments[segment]), place.count, place.count)) return;
+      const auto [low, high] = std::minmax(other, segment);
+      found = "segments " + std::to_string(low) + " and " + std::to_string(high) + " of its blocks share bytes";
+    });
+    active.enter();
   }
-  return {};
+  return found;
 }
 
 }  // namespace kvxfer

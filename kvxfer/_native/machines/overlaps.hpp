@@ -38,7 +38,10 @@ struct Meeting {
   }
 };
 
-// All ways in which blocks of one place meet those of another, each once: equal layers of a cache meet in one way.
+// All ways in which blocks of one place meet those of another, each once: equal layers of a cache meet in one way. No two segments of
+// one place may share bytes (`overlap_within`). Takes n log n steps of n segments of one stride; of others, and of segments that do
+// meet, it judges each pair that lies in each other. Throws Error: limit_exceeded for too many of those, invalid_argument for memory
+// where no process has any.
 class Overlap {
  public:
   Overlap(const Place& here, const Place& there);
@@ -66,7 +69,8 @@ class Overlap {
   std::vector<Meeting> meetings_;
 };
 
-// Two different blocks, or two parts of one block, that share a byte, in words; empty where there are none.
+// Two different blocks, or two parts of one block, that share a byte, in words; empty where there are none. Takes as long, and
+// throws, as Overlap.
 std::string overlap_within(const Place& place);
 
 }  // namespace kvxfer
