@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import decimal
 import enum
+import functools
 import pathlib
+import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from kvxfer.connectors.common.facts import Exemptions, facts_of, names_of
 from kvxfer.errors import ConfigError
@@ -32,6 +38,29 @@ class Config:
     off: bool = False
     nothing: str | None = None
 
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def apply(self) -> float:
+        return self.scale
+
+    def __repr__(self) -> str:
+        return "Scaled"
+
+
+@functools.wraps(len)
+def wrapped(value: Any) -> int:
+    return 1 + len(value)
+
+
+NOT_TOLD = [
+    *(np.arange(4096.0), np.zeros(2), torch.ones(4096), torch.tensor([1.000001]), np.zeros(1, [("a", "f4")])[0]),
+    *(Scaled(1), Scaled(1).apply, decimal.Context(prec=3).plus, functools.partial(round, ndigits=2), wrapped),
+    *(re.compile("a" * 300), collections.deque([1]), slice(1), {Scaled(1): 1}),
+]
+"""Their reprs or names are alike where the values differ, or may be."""
 
 EXEMPT = Exemptions({"part.port": "where it listens", "logs.*": "logs"})
 
@@ -58,6 +87,11 @@ def test_a_part_is_not_exempt_by_a_name_that_begins_alike() -> None:
         ({1: Part(2)}, '{"1":{"names":[],"port":2,"scale":1.5}}'),
         (len, "builtins.len"),
         ([Kind], '["test_facts.Kind"]'),
+        (1 + 2j, "(1+2j)"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (np.float32(0.1), "np.float32(0.1)"),
+        (decimal.Decimal("1.000000000000000000001"), "Decimal('1.000000000000000000001')"),
+        ({Kind.ONE: 1, 2: 3}, '{"2":3,"ONE":1}'),
     ],
 )
 def test_a_value_is_told_the_same_everywhere(value: Any, text: str) -> None:
@@ -70,6 +104,11 @@ def test_a_value_that_cannot_be_told_is_refused_by_name() -> None:
         facts_of(Config(Part(names=[object()])), EXEMPT)
     with pytest.raises(ConfigError, match="function"):
         facts_of(Config(Part(names=lambda: None)), EXEMPT)
+    for value in NOT_TOLD:
+        with pytest.raises(ConfigError, match=r"setting part\.names"):
+            facts_of(Config(Part(names=value)), EXEMPT)
+        with pytest.raises(ConfigError, match=r"setting part\.names"):
+            facts_of(Config(Part(names=[{1: value}])), EXEMPT)
     deep: Any = []
     for _ in range(100):
         deep = [deep]

@@ -4,6 +4,9 @@ name.
 
 Decides how a setting's value is written; must never know an engine. A setting that is off (``None``, false or empty) is
 no fact: versions add settings, and one that is off does what its absence did. Zero is a number, and counts.
+
+A text counts only if it says all of a value. The ``repr`` of an unknown type may leave out what differs (an array's
+middle, a tensor's digits, what an object was made of), so only types that are named here are told.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import dataclasses
 import enum
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +23,15 @@ from kvxfer.errors import ConfigError
 
 DEPTH_MAX = 12
 SETTINGS_MAX = 4096
+WHOLE_REPRS = frozenset(
+    {
+        *("builtins.complex", "builtins.range", "decimal.Decimal", "fractions.Fraction", "uuid.UUID"),
+        *("numpy.bool", "numpy.float16", "numpy.float32"),
+        *(f"numpy.{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("torch.dtype", "torch.device", "torch.layout", "torch.memory_format"),
+    }
+)
+"""Types whose ``repr`` says all of a value. By name: no tensor library is imported."""
 
 
 class Exemptions:
@@ -102,27 +115,43 @@ def plain(value: Any, name: str, depth: int = 0) -> Any:
     if depth > DEPTH_MAX:
         raise ConfigError(f"the setting {name} is nested deeper than DEPTH_MAX={DEPTH_MAX}")
     if isinstance(value, enum.Enum):
-        return value.name
+        return value.name if value.name is not None else plain(value.value, name, depth + 1)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return value.hex()
     if isinstance(value, Mapping):
-        return {str(key): plain(item, name, depth + 1) for key, item in value.items()}
+        return {_key(key, name, depth + 1): plain(item, name, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, name, depth + 1) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((plain(item, name, depth + 1) for item in value), key=repr)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key: plain(item, name, depth + 1) for key, item in _members(value)}
-    if callable(value) and "<" not in getattr(value, "__qualname__", "<"):  # a lambda's name is not its own
-        return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    if " at 0x" in text:
-        raise ConfigError(
-            f"the setting {name} has a value of type {type(value).__name__}, which two engines cannot compare: leave "
-            "it out"
-        )
-    return text
+    if (found := _name_of(value)) is not None:
+        return found
+    kind = type(value)
+    if f"{kind.__module__}.{kind.__qualname__}" in WHOLE_REPRS:
+        return repr(value)
+    raise ConfigError(
+        f"the setting {name} has a value of type {kind.__name__}, which two engines cannot compare: leave it out"
+    )
+
+
+def _key(key: Any, name: str, depth: int) -> str:
+    text = plain(key, name, depth)
+    return text if isinstance(text, str) else json.dumps(text, sort_keys=True)
+
+
+def _name_of(value: Any) -> str | None:
+    """Of a class or a function that is found by its name, and so is the same one in every process. A bound method, a
+    partial and what a decorator made may have the name of another."""
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not callable(value) or not isinstance(module, str) or not isinstance(path, str):
+        return None
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return f"{module}.{path}" if found is value else None

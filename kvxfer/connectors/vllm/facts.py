@@ -105,6 +105,9 @@ def _processor_facts(model: Any) -> dict[str, str]:
 def _digest_of(path: pathlib.Path) -> str:
     try:
         with path.open("rb") as file:
-            return hashlib.sha256(file.read(FILE_BYTES_MAX)).hexdigest()
+            content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         return unknown(str(error))
+    if len(content) > FILE_BYTES_MAX:
+        return unknown(f"{path} has more than FILE_BYTES_MAX={FILE_BYTES_MAX} bytes")
+    return hashlib.sha256(content).hexdigest()

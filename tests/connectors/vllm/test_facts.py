@@ -9,6 +9,7 @@ import pathlib
 
 import pytest
 
+from kvxfer.connectors.vllm import facts as vllm_facts
 from kvxfer.connectors.vllm.exempt_variables import SECRET, VARIABLES
 from kvxfer.connectors.vllm.exemptions import CONFIG
 from kvxfer.connectors.vllm.facts import variable_facts
@@ -61,3 +62,21 @@ def test_a_variable_counts_where_it_is_set_unless_it_may_be_a_secret() -> None:
     names = ("VLLM_NEW_KV", "VLLM_PORT", "VLLM_NEW_API_KEY", "VLLM_UNSET", "VLLM_EMPTY")
     environment = {"VLLM_NEW_KV": "1", "VLLM_PORT": "8000", "VLLM_NEW_API_KEY": "s3cret", "VLLM_EMPTY": "", "HOME": "/"}
     assert variable_facts(environment, names) == {"env.VLLM_NEW_KV": "1"}
+
+
+def test_files_that_differ_behind_the_bound_are_not_the_same(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_facts, "FILE_BYTES_MAX", 8)
+    one, same, other, long, longer = (tmp_path / name for name in ("one", "same", "other", "long", "longer"))
+    for path, text in (
+        (one, "a" * 8),
+        (same, "a" * 8),
+        (other, "a" * 7),
+        (long, "a" * 8 + "1"),
+        (longer, "a" * 8 + "2"),
+    ):
+        path.write_text(text)
+    digest = vllm_facts._digest_of
+    assert digest(one) == digest(same) != digest(other)
+    assert len({digest(one), digest(long), digest(longer), digest(long)}) == 4, "unknown equals nothing, nor itself"
