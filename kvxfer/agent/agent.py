@@ -265,7 +265,7 @@ class Agent(AgentMemory):
             pool.pool_id,
             as_blocks(blocks),
             transfer_id=transfer_id,
-            reader=reader or "",
+            reader=check_agent_id(reader) if reader else "",
             ready_blocks=int(ready_blocks),
             ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
             content_digest=as_content_digest(content_digest),
@@ -277,7 +277,7 @@ class Agent(AgentMemory):
         it). A pull that comes before the grant is answered "queued". Ends by :meth:`grant` or :meth:`abort_grant`. From
         any thread. Raises InvalidArgumentError (an id that was used before), LimitExceededError, GrantReleasedError
         (the reader aborted it before)."""
-        self._open().grants.expect(transfer_id, reader or "")
+        self._open().grants.expect(transfer_id, check_agent_id(reader) if reader else "")
 
     @judged
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:

@@ -20,7 +20,8 @@ from kvxfer.types import check_kind
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Judge: TypeAlias = Callable[[str, Any], None]
+Judge: TypeAlias = Callable[[str, Any], Any]
+"""Takes the name and the value of an argument, and returns what the method gets: of an enum, the member."""
 
 
 COUNT_MAX = 0xFFFFFFFF
@@ -40,10 +41,9 @@ def judged(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         judges = _judges_of(method)
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if (judge := judges.get(name)) is not None:
-                judge(name, value)
-        return method(*args, **kwargs)
+        taken = [judges.get(name, _anything)(name, value) for name, value in zip(names, args, strict=False)]
+        more = {name: judges.get(name, _anything)(name, value) for name, value in kwargs.items()}
+        return method(*taken, *args[len(taken) :], **more)  # type: ignore[arg-type]
 
     return call
 
@@ -72,15 +72,19 @@ def _judge_of(hint: Any) -> Judge | None:
     return functools.partial(_kind, hint) if isinstance(hint, type) else None
 
 
-def _kind(kind: type, name: str, value: Any) -> None:
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+def _kind(kind: type, name: str, value: Any) -> Any:
     if issubclass(kind, enum.Enum) and not isinstance(value, kind):
         try:  # a lane may be named by its value
-            kind(value)
+            return kind(value)
         except ValueError:
             values = ", ".join(str(member.value) for member in kind)
             raise InvalidArgumentError(f"{name} must be one of {values}, not {value!r:.100}") from None
-        return
     check_kind(name, value, kind)
+    return value
 
 
 def _optional(judge: Judge | None) -> Judge | None:
@@ -90,24 +94,25 @@ def _optional(judge: Judge | None) -> Judge | None:
 
 
 def _either(kinds: tuple[type, ...]) -> Judge:
-    def judge(name: str, value: Any) -> None:
+    def judge(name: str, value: Any) -> Any:
         if not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise InvalidArgumentError(f"{name} must be of type {wanted}, not {type(value).__name__}")
+        return value
 
     return judge
 
 
-def _callable(name: str, value: Any) -> None:
+def _callable(name: str, value: Any) -> Any:
     if not callable(value):
         raise InvalidArgumentError(f"{name} must be callable, not of type {type(value).__name__}")
+    return value
 
 
 def _sequence(kind: type) -> Judge:
-    def judge(name: str, value: Any) -> None:
+    def judge(name: str, value: Any) -> Any:
         if isinstance(value, (str, bytes)) or not isinstance(value, collections.abc.Sequence):
             raise InvalidArgumentError(f"{name} must be a list of {kind.__name__}, not of type {type(value).__name__}")
-        for item in value:
-            _kind(kind, name, item)
+        return tuple(_kind(kind, name, item) for item in value)
 
     return judge

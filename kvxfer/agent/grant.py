@@ -100,9 +100,10 @@ class Grant:
         """End the grant now. Once this has returned the blocks may be overwritten, because reads that are in progress
         will not be confirmed. Returns how the grant ended, which may have happened before.
 
-        The reader is told ``reason``.
+        The reader is told ``reason``, in which what UTF-8 cannot say is escaped: no text of it leaves a grant alive.
         """
-        return self._end(lambda transfer_id: self._transport.revoke_grant(transfer_id, reason))
+        text = reason.encode(errors="backslashreplace").decode()
+        return self._end(lambda transfer_id: self._transport.revoke_grant(transfer_id, text))
 
     def release(self) -> GrantState:
         """End the grant because its reader no longer needs it; otherwise as :meth:`revoke`."""

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvxfer.agent.arguments import check_count
 from kvxfer.agent.pool import Pool, plan_segments
 from kvxfer.config import checksum_mode
 from kvxfer.errors import ClosedError, InvalidArgumentError, KvxferError
@@ -68,6 +69,7 @@ class AgentPools:
         """See :meth:`Agent.allocate_pool`."""
         if spec.block_count < 1 or block_bytes < 1:
             raise InvalidArgumentError(f"a pool needs blocks and bytes, not {spec.block_count} blocks of {block_bytes}")
+        check_count("block_count", spec.block_count)
         self._check_open()
         region = allocate_region(spec.block_count * block_bytes)
         return self._add(spec, region, (Segment(0, block_bytes, block_bytes),), block_bytes)

@@ -62,13 +62,17 @@ CoreFailed is the last event of a transport: every later call raises, and nothin
 
 DURATION_MAX_S = 86400.0 * 365
 
+ADDRESS_END = 1 << 63
+"""No process has memory at this address or above it."""
+
 SEGMENTS_MAX = 4096
 """Segments of one pool; what one MAP frame can carry."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A part of the host's or of a device's memory, and the object that keeps it alive."""
+    """A part of the host's or of a device's memory, and the object that keeps it alive. Raises InvalidArgumentError for
+    a place where no process has memory."""
 
     address: int
     length_bytes: int
@@ -81,6 +85,14 @@ class Region:
     memory: MemoryKind = MemoryKind.HOST
     device: int = 0
     """The number of the device, as this process numbers them."""
+
+    def __post_init__(self) -> None:
+        check_kind("address", self.address, int)
+        check_kind("length_bytes", self.length_bytes, int)
+        if min(self.address, self.length_bytes) < 0 or self.address + self.length_bytes > ADDRESS_END:
+            raise InvalidArgumentError(
+                f"memory of {self.length_bytes} bytes at {self.address:#x} is no memory of a process"
+            )
 
 
 class PostOrder(NamedTuple):
@@ -367,8 +379,8 @@ def allocate_region(length_bytes: int) -> Region:
     little.
     """
     check_kind("length_bytes", length_bytes, int)
-    if length_bytes < 1:
-        raise InvalidArgumentError(f"length_bytes must be at least 1, not {length_bytes}")
+    if not 1 <= length_bytes < ADDRESS_END:
+        raise InvalidArgumentError(f"length_bytes must be 1 to {ADDRESS_END - 1}, not {length_bytes}")
     try:
         shared = _core.Region(length_bytes)
     except LaneUnavailableError as error:

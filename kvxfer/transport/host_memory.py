@@ -10,7 +10,10 @@ import numpy as np
 
 from kvxfer.errors import InvalidArgumentError, LaneUnavailableError
 from kvxfer.transport.base import Region
+from kvxfer.transport.buffer_formats import is_plain
 from kvxfer.types import MemoryKind
+
+POINTERS = "mean nothing elsewhere: give its bytes"
 
 
 def region_of(memory: Any) -> Region:
@@ -18,8 +21,8 @@ def region_of(memory: Any) -> Region:
 
     Taken: an object with ``data_ptr()`` (torch; on the CPU or a CUDA device), with ``__array_interface__`` (numpy) or
     with the buffer protocol, or a pair ``(address, length_bytes)`` of host memory, whose owner the caller must keep.
-    Raises InvalidArgumentError for memory with gaps, read-only or empty memory, LaneUnavailableError for memory of
-    other devices.
+    Raises InvalidArgumentError for memory with gaps, read-only or empty memory, and items that are not plain numbers
+    and bytes (pointers, Python objects); LaneUnavailableError for memory of other devices.
     """
     if isinstance(memory, tuple):
         region = _from_pair(memory)
@@ -28,7 +31,7 @@ def region_of(memory: Any) -> Region:
     elif hasattr(memory, "__cuda_array_interface__"):
         raise LaneUnavailableError("this array is on a GPU and does not say on which: give it as a tensor")
     elif hasattr(memory, "__array_interface__"):
-        region = _from_array(np.asarray(memory), memory)
+        region = _from_interface(memory)
     else:
         region = _from_buffer(memory)
     if region.length_bytes <= 0 or region.address <= 0:
@@ -39,8 +42,6 @@ def region_of(memory: Any) -> Region:
 def _from_pair(pair: tuple[Any, ...]) -> Region:
     if len(pair) != 2 or not all(isinstance(value, int) for value in pair):
         raise InvalidArgumentError("memory given as a tuple must be (address, length_bytes)")
-    if max(pair) >= 1 << 64 or sum(pair) > 1 << 64:
-        raise InvalidArgumentError(f"memory of {pair[1]} bytes at {pair[0]:#x} is no memory of a process")
     return Region(pair[0], pair[1], None)
 
 
@@ -49,22 +50,37 @@ def _from_tensor(tensor: Any) -> Region:
     kind = getattr(device, "type", str(device))
     if kind not in ("cpu", "cuda"):
         raise LaneUnavailableError(f"kvxfer moves memory of the host and of CUDA devices: this tensor is on {device}")
-    is_contiguous = getattr(tensor, "is_contiguous", None)
-    if is_contiguous is not None and not is_contiguous():
-        raise InvalidArgumentError("a tensor must be contiguous to be a pool")
-    length = getattr(tensor, "nbytes", None)
-    if not isinstance(length, int):
-        length = int(tensor.numel()) * int(tensor.element_size())
+    try:
+        is_contiguous = getattr(tensor, "is_contiguous", None)
+        if is_contiguous is not None and not is_contiguous():
+            raise InvalidArgumentError("a tensor must be contiguous to be a pool")
+        length = getattr(tensor, "nbytes", None)
+        if not isinstance(length, int):
+            length = int(tensor.numel()) * int(tensor.element_size())
+        address = int(tensor.data_ptr())
+    except (AttributeError, TypeError, RuntimeError) as error:  # a storage, a sparse tensor
+        what = type(tensor).__name__
+        raise InvalidArgumentError(f"memory must be a dense tensor, and this {what} is none: {error!s:.200}") from None
     if kind == "cuda":
-        return Region(int(tensor.data_ptr()), length, tensor, memory=MemoryKind.CUDA, device=int(device.index or 0))
-    return Region(int(tensor.data_ptr()), length, tensor)
+        return Region(address, length, tensor, memory=MemoryKind.CUDA, device=int(device.index or 0))
+    return Region(address, length, tensor)
+
+
+def _from_interface(memory: Any) -> Region:
+    """Of an array, or of what has an array's interface."""
+    what = type(memory).__name__
+    try:
+        array = np.asarray(memory)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"memory of type {what} is no array: {error!s:.200}") from None
+    if array is not memory and array.flags.owndata:
+        raise InvalidArgumentError(f"{what} is a value, and its memory would be a copy: give an array")
+    return _from_array(array, memory)
 
 
 def _from_array(array: np.ndarray[Any, Any], owner: object) -> Region:
     if array.dtype.hasobject:
-        raise InvalidArgumentError(
-            "an array of Python objects has pointers, which mean nothing elsewhere: give its bytes"
-        )
+        raise InvalidArgumentError(f"an array of Python objects has pointers, which {POINTERS}")
     if not array.flags.c_contiguous:
         raise InvalidArgumentError("an array must be C-contiguous to be a pool")
     if not array.flags.writeable:
@@ -73,14 +89,24 @@ def _from_array(array: np.ndarray[Any, Any], owner: object) -> Region:
 
 
 def _from_buffer(memory: Any) -> Region:
+    what = type(memory).__name__
     try:
         view = memoryview(memory)
     except TypeError:
         raise InvalidArgumentError(
-            f"{type(memory).__name__} is no memory: give a tensor, an array, a buffer or (address, length_bytes)"
+            f"{what} is no memory: give a tensor, an array, a buffer or (address, length_bytes)"
         ) from None
+    except (ValueError, BufferError) as error:  # it was released or closed, or has items that no format says
+        raise InvalidArgumentError(f"the memory of this {what} cannot be had: {error!s:.200}") from None
+    if not is_plain(view.format, view.itemsize):
+        raise InvalidArgumentError(
+            f"a buffer of items of {view.itemsize} bytes in the format {view.format!r:.100} may have pointers or "
+            f"Python objects, which {POINTERS}"
+        )
     if not view.c_contiguous:
         raise InvalidArgumentError("a buffer must be contiguous to be a pool")
     if view.readonly:
         raise InvalidArgumentError("memory to register must not be read-only")
-    return _from_array(np.frombuffer(view.cast("B"), dtype=np.uint8), view)
+    if not view.nbytes:
+        raise InvalidArgumentError("memory to register must not be empty")
+    return _from_array(np.frombuffer(view, dtype=np.uint8), view)

@@ -29,6 +29,11 @@ POSITION_MAX = 0xFFFFFFFF
 NO_BLOCKS: Blocks = np.empty(0, dtype=np.uint32)
 
 
+def _check_first(first: int) -> None:
+    if not 0 <= first <= POSITION_MAX:
+        raise InvalidArgumentError(f"first must be 0 to {POSITION_MAX}, not {first}")
+
+
 @dataclasses.dataclass(frozen=True)
 class PullOrder:
     """The arguments of a pull. ``lanes``: allowed, best first. Blocks are uint32, shape [n]; ``None``: ``count`` of
@@ -56,8 +61,7 @@ class PullOrder:
                 )
         if not 0 < self.count <= POSITION_MAX:
             raise InvalidArgumentError(f"count: a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
-        if not 0 <= self.first <= POSITION_MAX:
-            raise InvalidArgumentError(f"first must be 0 to {POSITION_MAX}, not {self.first}")
+        _check_first(self.first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +239,7 @@ class Pull:
         """Give it its blocks. Raises InvalidArgumentError if it has ended, has blocks, or its source is not known yet;
         BlocksBusyError."""
         index = as_blocks(blocks)
+        _check_first(first)
         before, self._count = self._count, len(index)
         try:
             self._transport.reserve(self.transfer_id, index, first=first)

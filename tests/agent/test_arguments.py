@@ -3,15 +3,20 @@ nothing is left half done. One table of the whole public API, which fails for a 
 
 from __future__ import annotations
 
+import array
+import contextlib
+import ctypes
 import dataclasses
 import enum
 import inspect
+import mmap
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvxfer
 from kvxfer import (
@@ -22,6 +27,7 @@ from kvxfer import (
     DataAddress,
     Exposure,
     Grant,
+    GrantState,
     Incarnation,
     KvxferError,
     Lane,
@@ -38,6 +44,7 @@ from kvxfer import (
     WorkerInfo,
     errors,
 )
+from kvxfer.transport.host_memory import region_of
 from kvxfer.types import Load
 
 RECORD = CompatibilityRecord.opaque("m")
@@ -228,6 +235,118 @@ async def test_a_wrong_argument_is_named_and_nothing_moves(world: World, method:
         world.transfer.cancel()
 
 
+EXTREMES: dict[str, list[Any]] = {
+    "str": ["\ud800", "a" * 5000, "\0"],
+    "int": [10**30, -(10**30), 1 << 63, -1],
+    "float": [10**400, -(10**400), float("nan"), float("inf"), -1.0],
+    "bytes": [bytes(1 << 20), b""],
+    "npt.ArrayLike": [[10**30], np.zeros((2, 2)), ["\ud800"]],
+}
+"""By the annotation: values of the right kind that no argument may be, or hardly one."""
+
+
+def extremes_of(target: Any) -> list[tuple[str, Any]]:
+    parameters = inspect.signature(target).parameters.values()
+    kinds = {each.name: str(each.annotation).partition(" | None")[0] for each in parameters if each.name != "self"}
+    return [(name, value) for name, kind in kinds.items() for value in EXTREMES.get(kind, [])]
+
+
+def no_bare_error(call: Callable[[], Any]) -> None:
+    with contextlib.suppress(KvxferError):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        pytest.param(method, name, value, id=f"{method}-{name}-{value!r:.12}")
+        for method, function in public_methods().items()
+        for name, value in extremes_of(function)
+    ],
+)
+async def test_an_extreme_value_is_taken_or_refused_by_name(world: World, method: str, name: str, value: Any) -> None:
+    """Never by an error of another tree. A grant that is revoked is over, whatever the reason's text is."""
+    kind, _, function = method.partition(".")
+    arguments = {**METHODS[method](world), name: value}
+    if kind == "Transfer":
+        world.transfer = world.agent.ask(world.pool, 1, transfer_id=fresh(9), source="other")
+    whose = {"Agent": world.agent, "Grant": world.grant, "Pool": world.pool, "Transfer": world.transfer}.get(kind)
+    called: list[Any] = []
+
+    def call() -> None:
+        called.append(getattr(whose or getattr(kvxfer, kind), function)(**arguments))
+
+    no_bare_error(call)
+    for result in called:
+        repr(result)
+        if inspect.iscoroutine(result):
+            result.close()
+        if isinstance(result, Transfer):
+            result.cancel()
+    if method == "Grant.revoke":
+        assert world.grant.state is GrantState.REVOKED
+    if world.transfer is not None:
+        world.transfer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        pytest.param(kind, name, value, id=f"{kind.__name__}-{name}-{value!r:.12}")
+        for kind in MAKES
+        for name, value in extremes_of(kind)
+    ],
+)
+def test_a_class_of_extreme_values_is_refused_or_can_be_used(kind: type, name: str, value: Any) -> None:
+    def call() -> None:
+        made = kind(**{**MAKES[kind], name: value})
+        repr(made)
+        if isinstance(made, CompatibilityRecord):
+            made.digest()
+
+    no_bare_error(call)
+
+
+class Union(ctypes.Union):
+    _fields_ = (("address", ctypes.c_void_p), ("number", ctypes.c_long))
+
+
+class Packed(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("address", ctypes.c_void_p), ("number", ctypes.c_char))
+
+
+class Holder(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_double), ("union", Union))
+
+
+def released() -> memoryview:
+    view = memoryview(bytearray(64))
+    view.release()
+    return view
+
+
+OBJECTS = np.array([object()] * 8)
+MEMORIES: list[tuple[Any, str]] = [
+    *((memory, "pointers") for memory in (OBJECTS, memoryview(OBJECTS), memoryview(np.zeros(4, [("a", "O")])))),
+    *((memory, "pointers") for memory in ((ctypes.py_object * 4)(), (ctypes.c_void_p * 4)(), (ctypes.c_char_p * 4)())),
+    *((memory, "pointers") for memory in ((ctypes.c_wchar_p * 4)(), (ctypes.POINTER(ctypes.c_int) * 4)())),
+    *((memory, "pointers") for memory in ((ctypes.CFUNCTYPE(None) * 4)(), (Union * 4)(), (Packed * 4)(), Holder())),
+    *(
+        (memory, "dense tensor")
+        for memory in (
+            torch.UntypedStorage(64),
+            torch.TypedStorage(wrap_storage=torch.UntypedStorage(8), dtype=torch.float32, _internal=True),
+        )
+    ),
+    (torch.eye(4).to_sparse(), "tensor"),
+    (released(), "memoryview cannot be had"),
+    (np.float64(3), "float64 is a value"),
+    (bytearray(), "empty"),
+    (bytes(8), "read-only"),
+]
+"""What is no memory of plain bytes that can be had, and what the refusal says."""
+
 WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("Agent.grant", {"blocks": [[0], [0, 1]]}, "blocks"),
     ("Agent.grant", {"blocks": "01"}, "blocks|indices"),
@@ -250,7 +369,13 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("Agent.allocate_pool", {"block_count": -1}, "blocks"),
     ("Agent.register_pool", {"block_count": 0}, "block"),
     ("Agent.register_pool", {"memory": np.array([object()] * 8)}, "Python objects"),
+    *(("Agent.register_pool", {"memory": memory, "block_count": 1}, named) for memory, named in MEMORIES),
+    *(("Agent.register", {"memory": memory}, named) for memory, named in MEMORIES),
     ("Agent.register_pool", {"memory": (1 << 70, 64)}, "memory"),
+    ("Agent.register", {"memory": (4096, (1 << 64) - 4096)}, "memory of .* is no memory of a process"),
+    ("Agent.allocate_pool", {"block_count": 10**30}, "block_count"),
+    ("Agent.grant", {"reader": "\ud800"}, "agent id"),
+    ("Transfer.reserve", {"first": -1}, "first"),
     ("Agent.register_pool", {"memory": (4096, -1)}, "memory"),
     ("Agent.register_pool", {"segments": []}, "segments"),
     ("Agent.register_pool", {"exposure": "everything"}, "exposure"),
@@ -264,11 +389,18 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "wrong", "named"), WRONG_VALUES, ids=lambda value: str(value)[:40])
+def shown(value: Any) -> str:
+    return type(value["memory"]).__name__ if "memory" in value and isinstance(value, dict) else str(value)[:40]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize(("method", "wrong", "named"), WRONG_VALUES, ids=shown)
 async def test_a_value_that_cannot_be_is_named(world: World, method: str, wrong: dict[str, Any], named: str) -> None:
     kind, _, function = method.partition(".")
     before = world.state()
-    whose = world.agent if kind == "Agent" else world.grant
+    if kind == "Transfer":
+        world.transfer = world.agent.ask(world.pool, 1, transfer_id=fresh(9), source="other")
+    whose = {"Agent": world.agent, "Grant": world.grant, "Transfer": world.transfer}[kind]
     with pytest.raises(KvxferError, match=named):
         getattr(whose, function)(**{**METHODS[method](world), **wrong})
     assert world.state() == before
@@ -298,6 +430,41 @@ async def test_right_calls_come_through(world: World) -> None:
     grant.revoke()
     transfer = world.agent.ask(world.pool, 1, transfer_id=fresh(2), source="other", lanes=["memory"])  # type: ignore[list-item]
     transfer.cancel()
+    pool = world.agent.allocate_pool(RECORD, block_count=1, block_bytes=1, exposure="grant")  # type: ignore[arg-type]
+    assert pool.published.exposure is Exposure.GRANT
+
+
+async def test_a_lane_that_is_named_by_its_value_is_that_lane() -> None:
+    """Also where it does not join the two."""
+    first, second = (Agent(name, token=b"t" * 64, config=AgentConfig(discovery=True)) for name in "ab")
+    pool, into = (agent.allocate_pool(RECORD, block_count=4, block_bytes=16) for agent in (first, second))
+    async with first, second:
+        second.add_remote_agent(first.export_metadata(), "a")
+        first.grant(pool, [0], transfer_id=fresh(3)).ready(1, complete=True)
+        transfer = second.pull(into, [0], transfer_id=fresh(3), source="a", lanes=["memory"])  # type: ignore[list-item]
+        with pytest.raises(errors.LaneUnavailableError, match="memory: the two agents do not share"):
+            await transfer
+        first.grant(pool, [1], transfer_id=fresh(4)).ready(1, complete=True)
+        transfer = second.pull(into, [0], transfer_id=fresh(4), source="a", lanes=["stream"])  # type: ignore[list-item]
+        repr(transfer)
+        assert (await transfer).lane is Lane.STREAM
+
+
+PLAIN: list[Any] = [
+    *(np.zeros(4, kind) for kind in ("u1", "<i8", ">f4", "f2", "?", "S3", "U2", "V7", "c8", "c16", "g")),
+    np.zeros(4, [("a", "i1"), ("b", "<f8"), ("c", "<i2", (2, 3)), ("d", [("e", "f4")])]),
+    np.zeros(4, np.dtype([("a", "i1"), ("b", "<f8"), ("c", "u1")], align=True)),
+    *(bytearray(8), array.array("d", [1]), array.array("l", [1]), mmap.mmap(-1, 4096)),
+    *((ctypes.c_float * 4)(), ((ctypes.c_int * 3) * 2)(), (ctypes.c_ubyte * 4)(), ctypes.c_longdouble()),
+]
+
+
+@pytest.mark.parametrize("memory", PLAIN, ids=lambda memory: memoryview(memory).format)
+def test_memory_of_plain_numbers_is_taken_whatever_its_format(memory: Any) -> None:
+    view = memoryview(memory)
+    region = region_of(view)
+    assert region.length_bytes == view.nbytes
+    assert region.address == np.frombuffer(memory, np.uint8).ctypes.data
 
 
 def test_a_lane_that_is_none_is_refused_in_the_settings() -> None:
