@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgumentError, LaneUnavailableError
+from kvxfer.errors import InvalidArgumentError, LaneUnavailableError, LimitExceededError
 from kvxfer.transport.counts import WireCounts
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
@@ -379,8 +379,10 @@ def allocate_region(length_bytes: int) -> Region:
     little.
     """
     check_kind("length_bytes", length_bytes, int)
-    if not 1 <= length_bytes < ADDRESS_END:
-        raise InvalidArgumentError(f"length_bytes must be 1 to {ADDRESS_END - 1}, not {length_bytes}")
+    if length_bytes < 1:
+        raise InvalidArgumentError(f"length_bytes must be at least 1, not {length_bytes}")
+    if length_bytes >= ADDRESS_END:
+        raise LimitExceededError(f"cannot map {length_bytes} bytes: no process has so many")
     try:
         shared = _core.Region(length_bytes)
     except LaneUnavailableError as error:
