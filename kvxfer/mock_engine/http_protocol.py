@@ -15,9 +15,11 @@ from typing import Any, Protocol, cast
 import httptools
 import msgspec
 
+from kvxfer.errors import ProtocolError
 from kvxfer.mock_engine.faults import FaultKind, FaultTable
 from kvxfer.mock_engine.responder import Responder
 from kvxfer.openai.errors import RequestError, error_body, status_for
+from kvxfer.protocol.http_target import path_and_query
 from kvxfer.protocol.http_url import is_one_host
 
 log = logging.getLogger("kvxfer.mock_engine")
@@ -152,12 +154,15 @@ class MockConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         method = self._parser.get_method().decode()
         keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
-        request = MockRequest(method, self._target, self._headers, keep_alive)
-        request.peer = self._peer
         hosts = [value for name, value in self._headers if name == b"host"]
         if not is_one_host(hosts, is_required=self._parser.get_http_version() == "1.1"):
             raise RequestError("the request needs one host field: a name or an address, and maybe a port")
-        self._request = request
+        try:
+            target = path_and_query(self._target, hosts[0] if hosts else None)
+        except ProtocolError as error:
+            raise RequestError(str(error)) from None
+        self._request = request = MockRequest(method, target, self._headers, keep_alive)
+        request.peer = self._peer
         self._target, self._headers, self._head_bytes = b"", [], 0
         if len(self._owner.faults):
             computes = self._owner.computes(request.path)

@@ -13,6 +13,7 @@ import urllib.parse
 import httptools
 
 from kvxfer.errors import ProtocolError
+from kvxfer.protocol.http_target import has_control_character, path_and_query
 from kvxfer.protocol.http_url import is_host_field
 
 HEAD_BYTES_MAX = 16 << 10
@@ -22,6 +23,7 @@ LENGTH_DIGITS_MAX = 20
 """Of a content-length."""
 
 BAD_REQUEST = 400
+NOT_FOUND = 404
 TIMED_OUT = 408
 TOO_LARGE = 431
 NOT_IMPLEMENTED = 501
@@ -124,24 +126,17 @@ class RequestHead:
         )
 
     def aim(self, target: bytes) -> None:
-        """Take path and query from the request's target. Where that names a host, as for a proxy, it must be the one of
-        the host field: one reader goes by the one, and another by the other.
-        """
-        if not target.startswith(b"/") and target != b"*":
-            try:
-                url = httptools.parse_url(target)
-            except httptools.HttpParserInvalidURLError:
-                url = None
-            if url is None or url.schema is None or url.schema.lower() not in (b"http", b"https"):
-                raise MalformedRequestError(f"illegal request line: the target is {_shown(target)}")
-            named = target.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
-            if not named or not is_host_field(named) or (self.host is not None and named.lower() != self.host.lower()):
-                raise MalformedRequestError(f"the target names the host {_shown(named)}, not the host field's")
-            self.raw_path, self.query = url.path or b"/", url.query or b""
-        else:
-            self.raw_path, _, self.query = target.partition(b"?")
+        """Take path and query from the request's target; raises MalformedRequestError."""
+        try:
+            self.raw_path, _, self.query = path_and_query(target, self.host).partition(b"?")
+        except ProtocolError as error:
+            raise MalformedRequestError(str(error)) from None
         path = self.raw_path.decode("ascii")
-        self.path = urllib.parse.unquote(path) if "%" in path else path
+        if "%" in path:
+            path = urllib.parse.unquote(path)
+            if has_control_character(path):
+                raise MalformedRequestError("the path has a control character", NOT_FOUND)
+        self.path = path
 
 
 def read_head(data: bytes) -> RequestHead:

@@ -126,7 +126,7 @@ async def test_no_answer_is_built_from_the_host_and_none_leads_elsewhere(name: s
                     assert "location" not in answer.headers, (method, target, answer)
 
 
-@pytest.mark.parametrize("name", ["router", "worker"])
+@pytest.mark.parametrize("name", SERVERS)
 async def test_a_target_with_a_host_is_of_that_host(name: str, tiny_path: pathlib.Path) -> None:
     async with SERVERS[name](tiny_path) as ports:
         for path, port in ports.items():
@@ -138,6 +138,19 @@ async def test_a_target_with_a_host_is_of_that_host(name: str, tiny_path: pathli
             ):
                 answer = await ask(port, request("GET", target))
                 assert answer.status == 400, (target, answer)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+async def test_a_path_with_a_control_character_is_no_route(name: str, tiny_path: pathlib.Path) -> None:
+    """A regular expression's ``$`` also matches before a line feed at the end."""
+    async with SERVERS[name](tiny_path) as ports:
+        for path, port in ports.items():
+            for end in ("%0a", "%0A", "%0d", "%0d%0a", "%00", "%09", "%7f", "%c2%85", "/%0a", "%0a?a=b"):
+                for method in ("GET", "HEAD", "POST"):
+                    answer = await ask(port, request(method, path + end))
+                    assert answer.status == 404, (method, path + end, answer)
+            by_query = [(await ask(port, request("GET", path + query))).status for query in ("?a=%0a", "?a=b")]
+            assert by_query[0] == by_query[1], path
 
 
 @pytest.mark.parametrize("name", SERVERS)
