@@ -1,7 +1,7 @@
 """Control routes under several processes: a member passes them on as they came, and the leader's application answers.
 
 So every answer is of the one view that the leader has, whichever process took the connection. ``/live`` and ``/health``
-are of the process itself. Decides which routes are passed on, and how large they may be; it must never know what they
+are of the process itself, and so is what is asked of one Response: all processes know who keeps it. Decides which routes are passed on, and how large they may be; it must never know what they
 mean.
 """
 
@@ -19,6 +19,7 @@ from kvxfer.errors import KvxferError, OverloadedError
 from kvxfer.openai.errors import RequestError
 from kvxfer.router.app import error_response
 from kvxfer.router.group.channel import Channel
+from kvxfer.router.responses import PATH
 from kvxfer.serving.bodies import Bodies
 
 OWN = frozenset({"/live", "/health"})
@@ -71,7 +72,7 @@ class PassingOn:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OWN:
+        if scope["type"] != "http" or scope["path"] in OWN or PATH.fullmatch(scope["path"]):
             await self._own(scope, receive, send)
             return
         response = await self._answer(Request(scope, receive))
@@ -96,7 +97,8 @@ class PassingOn:
 
 
 async def answer(app: ASGIApp, method: str, path: str, query: str, headers: list[list[str]], body: str) -> list[Any]:
-    """What ``app`` says, as a message carries it: status, headers, body."""
+    """What ``app`` says, as a message carries it: status, headers, body. Raises TimeoutError after ANSWER_S: then no one
+    waits for it any more, and what ``app`` does is ended."""
     said: dict[str, Any] = {"status": 500, "headers": []}
     parts: list[bytes] = []
     is_read = False
@@ -129,6 +131,7 @@ async def answer(app: ASGIApp, method: str, path: str, query: str, headers: list
         "client": None,
         "server": None,
     }
-    await app(scope, receive, send)
+    async with asyncio.timeout(ANSWER_S):
+        await app(scope, receive, send)
     shown = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in said["headers"]]
     return [said["status"], shown, b"".join(parts).decode("latin-1")]

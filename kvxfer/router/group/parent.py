@@ -250,6 +250,9 @@ class Group:
             await self.measure()
         try:
             said = await asking.answer(self._app, *question)
+        except TimeoutError:
+            log.warning("a control route did not answer in time", extra={"path": path})
+            return
         except Exception as error:
             log.exception("a control route failed in the router", extra={"path": path})
             said = [500, [["content-type", "application/json"]], json.dumps(error_body(error))]
