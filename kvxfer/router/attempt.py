@@ -424,7 +424,7 @@ class Attempt:
     def _claim(self, part: Part, worker: Worker) -> None:
         """At once after the placement, so that a worker that is to be tried by one request gets no second. What becomes
         of the leg is told to the claim, which is released after that."""
-        self._claims[part] = self._core.workers.claim(worker.ref, part, self._inbound.request_id)
+        self._claims[part] = self._core.workers.claim(worker.ref, part, self._record.own_id)
 
     def _release(self, part: Part) -> None:
         claim = self._claims.get(part)
@@ -450,7 +450,7 @@ class Attempt:
         if part is Part.DECODE and source is not None and ended.is_unexplained:
             # Perhaps P let D down: where P's work can be handed on, another D that fails so too says that it did.
             # The table of pairs says whether it counts against one end.
-            workers.pair_failed(source.ref, worker.ref, self._inbound.request_id)
+            workers.pair_failed(source.ref, worker.ref, self._record.own_id)
             is_to_be_handed_on = self.handover is not None and not self._was_handed_over
             self.avoided |= {agent_id} if is_to_be_handed_on else {agent_id, source.agent_id}
             return

@@ -150,14 +150,15 @@ class PassThrough:
 
     async def _pass(self, passed: _Passed, worker: Worker, part: Part) -> RequestOutcome:
         """Raises PassedFailed while the client got nothing."""
-        workers, request_id = self._core.workers, passed.record.request_id
-        with workers.claim(worker.ref, part, request_id) as claim:
+        with self._core.workers.claim(worker.ref, part, passed.record.own_id) as claim:
             try:
                 response = await self._ask(passed, worker, claim)
             except UpstreamError as error:
                 is_unsent = error.phase in _UNSENT or isinstance(error, UpstreamUnprocessedError)
                 is_repeatable = is_unsent or passed.exchange.method in IDEMPOTENT
-                raise PassedFailed(self._failed(claim, worker, part, error), is_repeatable=is_repeatable) from None
+                raise PassedFailed(
+                    self._failed(passed.record, claim, part, error), is_repeatable=is_repeatable
+                ) from None
             async with response:
                 if not 200 <= response.status < 600:
                     no_status = failure.malformed(_WHAT, f"status {response.status}")
@@ -199,7 +200,7 @@ class PassThrough:
         try:
             await response.pipe(write)
         except UpstreamError as error:
-            record.code = self._failed(claim, worker, part, error).code
+            record.code = self._failed(record, claim, part, error).code
             passed.exchange.abort()  # nothing else says that bytes of an unknown kind are not whole
             return RequestOutcome.BROKEN_STREAM
         answer.end()
@@ -207,11 +208,11 @@ class PassThrough:
             return RequestOutcome.UNAVAILABLE if response.status == failure.UNAVAILABLE else RequestOutcome.FAILED
         return RequestOutcome.CLIENT_ERROR if response.status >= 400 else RequestOutcome.OK
 
-    def _failed(self, claim: WorkerClaim, worker: Worker, part: Part, error: UpstreamError) -> Failure:
+    def _failed(self, record: RequestRecord, claim: WorkerClaim, part: Part, error: UpstreamError) -> Failure:
         failed = failure.from_upstream(_WHAT, error)
         self._core.metrics.leg_failed(part.value, failed.kind.value)
         claim.failed(failed.kind.value)
-        what = {"request_id": claim.request_id, "agent_id": worker.agent_id, "kind": failed.kind.value}
+        what = {"request_id": record.request_id, "agent_id": claim.ref.agent_id, "kind": failed.kind.value}
         log.warning("a request that passed through failed", extra=what)
         return failed
 

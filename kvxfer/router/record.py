@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 from typing import Any
 
 from kvxfer.openai.transfer_params import Part
@@ -64,6 +65,9 @@ class RequestRecord:
     """None where neither its spans are exported nor its client asks for its account."""
     account: RequestAccount | None = None
     """Where its client asks for it."""
+    own_id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    """By which its failures count once. The router's own, of all its processes: clients may give many requests one
+    ``request_id``."""
 
     @property
     def prefill_at(self) -> str:

@@ -463,3 +463,16 @@ async def test_many_at_once_are_shared_out_evenly() -> None:
             fake.hold.set()
         for task in pending:
             assert texts(events((await task).text)) == "one two three"
+
+
+async def test_failures_of_different_requests_count_whatever_request_id_the_client_writes() -> None:
+    bad, good = FakeWorker("bad", Role.BOTH, dialect="plain"), FakeWorker("good", Role.BOTH, dialect="plain")
+    bad.always_fails = failing(500, "boom", retryable=False)
+    body = {"model": "tiny", "prompt": "hi"}
+    async with router_over(bad, good) as router:
+        for _ in range(20):
+            answer = await router.client.post("/v1/completions", json=body, headers={"x-request-id": "batch-job"})
+            assert answer.headers["x-request-id"] == "batch-job"
+        assert router.workers.counters.ejections
+        assert len(bad.received) < 12
+        assert {one.headers["x-request-id"] for one in (*bad.received, *good.received)} == {"batch-job"}

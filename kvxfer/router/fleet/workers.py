@@ -256,7 +256,8 @@ class Workers:
 
     def claim(self, ref: AgentRef, part: Part, request_id: str = "") -> WorkerClaim:
         """Count one request in flight at a worker until the claim is released. Taken right after the placement, so
-        that one that is to be tried by one request gets no second. Raises NoWorkerError where it is not known."""
+        that one that is to be tried by one request gets no second. ``request_id`` is of this request alone, never a
+        client's word. Raises NoWorkerError where it is not known."""
         entry = self._known(ref)
         claim = WorkerClaim(entry, part, request_id, self._now(), self)
         self._count(entry)
