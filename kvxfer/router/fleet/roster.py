@@ -6,12 +6,11 @@ removal means. It must never know whether a worker answers, nor what runs there.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
 from kvxfer.errors import InvalidArgumentError, LimitExceededError
-from kvxfer.protocol.http_url import HttpUrl
+from kvxfer.router.fleet.places import Places
 from kvxfer.router.fleet.worker import Worker, WorkerSource
 from kvxfer.types import AgentRef
 
@@ -45,12 +44,16 @@ class Roster:
         self._join()
 
     def add(self, worker: Worker) -> None:
-        """An admin's. Raises InvalidArgumentError where its name or its address is known already, LimitExceededError
-        where there are WORKERS_MAX."""
-        place = place_of(worker)
-        for known in self.listed.values():
-            if known.agent_id == worker.agent_id or place_of(known) == place:
-                raise InvalidArgumentError(f"{known.agent_id} at {known.url} is known already, from {known.source}")
+        """An admin's. Raises InvalidArgumentError where its name or its address is known already (a worker without a
+        rank is all ranks of its address), LimitExceededError where there are WORKERS_MAX."""
+        places: Places[Worker] = Places()
+        names: dict[str, Worker] = {}
+        for one in self.listed.values():
+            places.take(one, one)
+            names[one.agent_id] = one
+        known = names.get(worker.agent_id) or places.find(worker)
+        if known is not None:
+            raise InvalidArgumentError(f"{known.agent_id} at {known.url} is known already, from {known.source}")
         if len(self.listed) >= WORKERS_MAX:
             raise LimitExceededError(f"there are {WORKERS_MAX} workers already")
         self.replace(WorkerSource.ADMIN, (*self._given[WorkerSource.ADMIN].values(), worker))
@@ -75,14 +78,13 @@ class Roster:
         listed: dict[AgentRef, Worker] = {}
         shadowed: set[AgentRef] = set()
         names: set[str] = set()
-        places: set[tuple[str, int | None]] = set()
+        places: Places[bool] = Places()
         for source, given in self._given.items():
             is_coordinator = source == WorkerSource.COORDINATOR
             for ref, worker in given.items():
                 if ref in self._removed:
                     continue
-                url, rank = place_of(worker)
-                is_known = worker.agent_id in names or not places.isdisjoint({(url, rank), (url, None)})
+                is_known = worker.agent_id in names or places.find(worker) is not None
                 if is_known and not is_coordinator:
                     shadowed.add(ref)
                     if ref not in self.shadowed:
@@ -93,25 +95,10 @@ class Roster:
                     continue
                 listed[ref] = worker
                 names.add(worker.agent_id)
-                if url:
-                    places.add((url, None if is_coordinator else rank))
+                places.take(worker, True)
         self._removed &= {ref for given in self._given.values() for ref in given}
         self.listed = listed
         self.shadowed = frozenset(shadowed)
 
     def __repr__(self) -> str:
         return f"Roster(listed={len(self.listed)}, shadowed={len(self.shadowed)}, removed={len(self._removed)})"
-
-
-def place_of(worker: Worker) -> tuple[str, int | None]:
-    """Where its engine is, whichever way that is written."""
-    return _origin(worker.url), worker.dp_rank
-
-
-@functools.lru_cache(maxsize=16384)
-def _origin(text: str) -> str:
-    try:
-        url = HttpUrl.parse("http_url", text)
-    except InvalidArgumentError:
-        return text
-    return f"{url.scheme}://{url.host}:{url.port}"

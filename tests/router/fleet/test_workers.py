@@ -7,11 +7,12 @@ import logging
 
 import pytest
 
-from kvxfer.errors import InvalidArgumentError, NoWorkerError
+from kvxfer.errors import ConfigError, InvalidArgumentError, NoWorkerError
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.place import place
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
+from kvxfer.router.fleet.sources.flags import workers_from_flags
 from kvxfer.router.fleet.worker import WorkerSource
 from kvxfer.router.fleet.workers import Workers
 from kvxfer.types import Load, Membership, Role
@@ -163,6 +164,30 @@ def test_workers_behind_one_address_are_several_by_rank() -> None:
     workers, _ = fleet()
     workers.replace("flags", [stock(f"a-dp{rank}", port=1000, dp_rank=rank) for rank in range(3)])
     assert len(names(workers)) == 3
+
+
+@pytest.mark.parametrize("ranks", [(None, 0), (0, None), (0, 0), (None, None), (1, 0)])
+def test_workers_without_a_rank_are_all_ranks_of_their_address(ranks: tuple[int | None, int | None]) -> None:
+    """Whatever the order, and whichever source names them: the second is refused by name, or both are there."""
+    workers, _ = fleet()
+    first, second = (
+        stock(name, port=1000, dp_rank=rank, source=WorkerSource.ADMIN) for name, rank in zip("ab", ranks, strict=True)
+    )
+    workers.add(first)
+    if ranks == (1, 0):
+        workers.add(second)
+        assert sorted(names(workers)) == ["a", "b"]
+        return
+    with pytest.raises(InvalidArgumentError, match=r"a at http://127\.0\.0\.1:1000 is known already, from admin"):
+        workers.add(second)
+    assert names(workers) == ["a"]
+    urls = ["http://127.0.0.1:1000" + ("" if rank is None else f"?dp_rank={rank}") for rank in ranks]
+    with pytest.raises(ConfigError, match="there is another worker of that name, or at that address"):
+        workers_from_flags(engine=[f"{urls[0]}{'&' if '?' in urls[0] else '?'}name=a", urls[1]])
+    other, _ = fleet()
+    other.replace("flags", [first])
+    other.replace("file", [stock("b", port=1000, dp_rank=ranks[1], source="file")])
+    assert len(names(other)) == other.statistics().shadowed == 1
 
 
 def test_workers_drain_outlasts_what_their_source_lists() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.http_url import without_user
-from kvxfer.router.fleet.roster import WORKERS_MAX, place_of
+from kvxfer.router.fleet.places import Places
+from kvxfer.router.fleet.roster import WORKERS_MAX
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, read_worker
 from kvxfer.types import Role
 
@@ -38,15 +39,15 @@ def workers_from_flags(
         )
     workers: list[Worker] = []
     names: set[str] = set()
-    places: set[tuple[str, int | None]] = set()
+    places: Places[bool] = Places()
     for text, role, spoken, flag in given:
         try:
             worker = read_worker(text, role, spoken, WorkerSource.FLAGS)
         except ConfigError as error:
             raise ConfigError(f"--{flag} {without_user(text):.200}: {error}") from None
-        if worker.agent_id in names or place_of(worker) in places:
+        if worker.agent_id in names or places.find(worker):
             raise ConfigError(f"--{flag} {text:.200}: there is another worker of that name, or at that address")
         names.add(worker.agent_id)
-        places.add(place_of(worker))
+        places.take(worker, True)
         workers.append(worker)
     return tuple(workers)

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from kvxfer.errors import ConfigError
-from kvxfer.router.fleet.roster import WORKERS_MAX, place_of
+from kvxfer.router.fleet.places import Places
+from kvxfer.router.fleet.roster import WORKERS_MAX
 from kvxfer.router.fleet.worker import EngineDialect, Worker, WorkerSource, stock_worker
 from kvxfer.types import Role
 
@@ -59,7 +60,7 @@ def _read(name: str, loader: yaml.SafeLoader, node: yaml.Node) -> tuple[Worker, 
         raise _wrong(name, node, f"more than {WORKERS_MAX} workers")
     workers: list[Worker] = []
     names: dict[str, int] = {}
-    places: dict[tuple[str, int | None], int] = {}
+    places: Places[int] = Places()
     for entry in entries:
         values = _values(name, loader, entry, WORKER_KEYS, "a worker")
         try:
@@ -70,9 +71,10 @@ def _read(name: str, loader: yaml.SafeLoader, node: yaml.Node) -> tuple[Worker, 
         other = names.setdefault(worker.agent_id, line)
         if other != line:
             raise _wrong(name, entry, f"the worker of line {other} has the same name")
-        other = places.setdefault(place_of(worker), line)
-        if other != line:
-            raise _wrong(name, entry, f"the worker of line {other} has the same address")
+        there = places.find(worker)
+        if there is not None:
+            raise _wrong(name, entry, f"the worker of line {there} has the same address")
+        places.take(worker, line)
         workers.append(worker)
     return tuple(workers)
 
