@@ -44,7 +44,10 @@ class SqliteStore:
     is_shared = False
 
     def __init__(self, path: pathlib.Path, wall_clock_us: int) -> None:
-        """``wall_clock_us``: microseconds since 1970; where the file has no counter yet, it begins there."""
+        """``wall_clock_us``: microseconds since 1970; where the file has no counter yet, it begins there.
+        Raises ConfigError for a path that sqlite takes for a store in memory, or for a URL."""
+        if str(path).startswith((":", "file:")):
+            raise ConfigError(f"store must name a file after sqlite:, not {str(path)!r:.100}; memory keeps nothing")
         self._path = path
         self._numbers = NumberLine(wall_clock_us)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-store")

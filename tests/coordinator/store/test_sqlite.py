@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from kvxfer.coordinator.store import SqliteStore
+from kvxfer.coordinator.store import SqliteStore, make_store
 from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from tests.support.stores import CLOCK_US, record, sqlite_kind
 
@@ -72,6 +72,16 @@ async def test_another_programs_database_is_refused_and_left_alone(path: pathlib
         other.execute("CREATE TABLE theirs (x)")
     other.close()
     assert await refusal(path) == f"the store sqlite:{path} is a database of another program"
+
+
+@pytest.mark.parametrize("name", [":memory:", "./:memory:", ":x", "file:x?mode=memory", "file:/x"])
+def test_a_store_in_memory_is_not_taken_for_a_file(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="store must name a file after sqlite:"):
+        make_store(f"sqlite:{name}", CLOCK_US, lease_s=1.0)
+    assert not list(tmp_path.iterdir())
 
 
 async def test_a_folder_that_is_not_there_is_said(tmp_path: pathlib.Path) -> None:
