@@ -155,8 +155,12 @@ def id_said(content: bytes) -> str:
 
 
 def previous(inbound: Inbound) -> str:
-    """The Response that a request goes on from; empty where there is none, or what it says is no id."""
-    return _text(inbound.scan, PREVIOUS) if inbound.api is RESPONSES_API else ""
+    """The Response that a request goes on from; empty where there is none. Raises RequestError where it is no text."""
+    if inbound.api is not RESPONSES_API:
+        return ""
+    if inbound.scan.kind(PREVIOUS) not in (None, Kind.NULL, Kind.STRING):
+        raise RequestError(f"{PREVIOUS}: must be text, the id of a response", param=PREVIOUS)
+    return _text(inbound.scan, PREVIOUS)
 
 
 def _text(scan: Scan, name: str) -> str:

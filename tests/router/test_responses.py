@@ -99,6 +99,17 @@ async def test_one_that_is_not_known_is_404_with_a_sentence() -> None:
         assert [len(fake.asked) for fake in fakes] == asked
 
 
+@pytest.mark.parametrize("wrong", [["resp_1"], {"id": "resp_1"}, 3, True])
+async def test_a_previous_response_that_is_no_text_is_400_by_name(wrong: Any) -> None:
+    fakes = four()
+    async with router_over(*fakes) as router:
+        answer = await respond(router, previous_response_id=wrong)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "previous_response_id"), answer.text
+        assert not any(fake.asked for fake in fakes)
+        assert (await respond(router, previous_response_id=None)).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/responses/..", "/v1/responses/a/b", "/v1/responses/a/cancel/x", "/v1/responses/%2e%2e/metrics"]
 )
