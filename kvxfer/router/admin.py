@@ -9,18 +9,21 @@ page of another origin. It must never choose a worker.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Body, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from kvxfer.config import is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
+from kvxfer.router import document
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.fleet.worker import KEYS, EngineDialect, Worker, WorkerSource, stock_worker
 from kvxfer.router.fleet.workers import Workers
+from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.json_response import JSONResponse
 from kvxfer.types import Role
 
@@ -66,7 +69,7 @@ def _check_caller_is_here(request: Request) -> None:
         raise RequestError(OTHER_ORIGIN, status=403, error_code="admin_closed")
 
 
-def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> None:
+def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess, bodies: Bodies) -> None:
     """Put the admin routes into ``app``."""
 
     def known(agent_id: str) -> None:
@@ -81,11 +84,11 @@ def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> Non
         access.check(request)
         return JSONResponse({"object": "list", "data": workers.describe()})
 
-    @app.post("/workers", tags=["admin"], status_code=201)
-    async def add_worker(request: Request, worker: Annotated[dict[str, Any], Body()]) -> Response:
+    @app.post("/workers", tags=["admin"], status_code=201, openapi_extra={"requestBody": document.WORKER_BODY})
+    async def add_worker(request: Request) -> Response:
         """Add a worker, as the workers file describes one."""
         access.check(request)
-        added = _worker(worker)
+        added = _worker(_object(request, await bodies.read(request)))
         workers.add(added)
         return JSONResponse({"agent_id": added.agent_id}, status_code=201)
 
@@ -108,6 +111,18 @@ def add_admin_routes(app: FastAPI, workers: Workers, access: AdminAccess) -> Non
 
 _KINDS: dict[str, type] = {"url": str, "role": str, "bootstrap_port": int, "dp_rank": int}
 _WORDS = {str: "text", int: "a whole number"}
+
+
+def _object(request: Request, body: bytes) -> dict[str, Any]:
+    """Raises RequestError for a body that is no JSON object, or not said to be one."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        value = json.loads(body) if kind == "application/json" else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object, with content-type: application/json")
+    return value
 
 
 def _worker(values: dict[str, Any]) -> Worker:

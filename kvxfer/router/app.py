@@ -23,7 +23,7 @@ from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, stat
 from kvxfer.router import document, headers
 from kvxfer.router.admin import AdminAccess, add_admin_routes
 from kvxfer.router.answer import RETRY_AFTER_STATUS
-from kvxfer.router.apis import ROUTES, Api
+from kvxfer.router.apis import ROUTES, Api, style_of
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.core import RouterCore
 from kvxfer.router.cors import ALLOW_ORIGIN, PREFLIGHT, VARY, Cors, is_for_pages
@@ -35,7 +35,7 @@ from kvxfer.router.responses import METHODS, NOT_FOUND
 from kvxfer.router.ui.routes import add_ui_routes
 from kvxfer.router.view import View
 from kvxfer.serving.asgi_exchange import asgi_endpoint
-from kvxfer.serving.bodies import Bodies, check_encoding
+from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.exchange import ExchangeHandler
 from kvxfer.serving.head_as_get import HeadAsGet
 from kvxfer.serving.json_response import JSONResponse
@@ -109,12 +109,16 @@ class _Served(Response):
         await self._endpoint(scope, receive, send)
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """OpenAI's error object for an exception, with ``Retry-After`` where waiting helps."""
+def error_response(error: Exception, request: Request) -> JSONResponse:
+    """The error object of the API that was asked, for an exception, with ``Retry-After`` where waiting helps."""
     status = status_for(error)
     wait_s = error.retry_after_s if isinstance(error, RequestError) and error.retry_after_s else 1
     extra = {headers.RETRY_AFTER: str(wait_s)} if status in RETRY_AFTER_STATUS else {}
-    return JSONResponse(error_body(error), status_code=status, headers=extra)
+    return JSONResponse(_shaped(error_body(error), request), status_code=status, headers=extra)
+
+
+def _shaped(body: dict[str, Any], request: Request) -> dict[str, Any]:
+    return style_of(request.scope["path"]).error_answer(body)
 
 
 def build_app(
@@ -148,25 +152,19 @@ def build_app(
 
     @app.exception_handler(KvxferError)
     async def on_kvxfer_error(request: Request, error: KvxferError) -> Response:
-        return error_response(error)
+        return error_response(error, request)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         text = f"{request.method} {request.scope['path']}: {error.detail}"
         body = error_body(text, kind=INVALID_REQUEST, code="usage")
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+        return JSONResponse(_shaped(body, request), status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        try:
-            check_encoding(request.scope["headers"])
-        except RequestError as encoded:
-            return error_response(encoded)
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        if param is None and first["loc"][:1] == ("body",):
-            return error_response(RequestError("the body must be a JSON object, with content-type: application/json"))
-        return error_response(RequestError(f"{param or 'the request'}: {first['msg']}", param=param))
+        return error_response(RequestError(f"{param or 'the request'}: {first['msg']}", param=param), request)
 
     for api in ROUTES:
         _add_hot_route(app, api, front, bodies)
@@ -259,7 +257,7 @@ def build_app(
         return Response(core.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     _add_response_routes(app, front, bodies)
-    add_admin_routes(app, core.workers, admin)
+    add_admin_routes(app, core.workers, admin, bodies)
     add_ui_routes(app, core, door, admin)
     return app
 

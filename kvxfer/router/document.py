@@ -65,6 +65,9 @@ _PROMPTS: dict[str, Schema] = {
 """Of fields that no engine takes otherwise. Others (embeddings) are any string or list."""
 _EMBEDDED: Schema = {"type": ["string", "array"]}
 
+WORKER_BODY: Schema = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
+"""OpenAPI's requestBody of an admin's worker."""
+
 
 def request_body(api: Api) -> Schema:
     """OpenAPI's requestBody of a route."""

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from kvxfer.router.admin import AdminAccess
 from kvxfer.router.auth import ApiKeys
 from tests.support.fake_workers import FakeWorker, router_over
+from tests.support.raw_http import ask, request
 
 ROUTES = [("GET", "/workers"), ("POST", "/workers"), ("POST", "/workers/d0/drain"), ("DELETE", "/workers/d0")]
 
@@ -156,6 +157,17 @@ async def test_a_body_that_is_not_said_to_be_json_is_told_what_is_missing() -> N
             answer = await router.client.post("/workers", content=sent)
             assert answer.status_code == 400
             assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
+async def test_a_caller_that_may_not_is_told_before_its_body_is_read(tmp_path: pathlib.Path) -> None:
+    keys = tmp_path / "admin-keys"
+    keys.write_text("admin-secret\n")
+    async with router_over(FakeWorker("d0"), admin_key_file=str(keys)) as router:
+        port = int(router.url.rpartition(":")[2])
+        unsent = request("POST", "/workers", "content-type: application/json", "content-length: 6000000")
+        assert (await ask(port, unsent)).status == 401
+        shown = request("POST", "/workers", "authorization: Bearer admin-secret", f"content-length: {1 << 40}")
+        assert (await ask(port, shown)).status == 413
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/workers/none/drain"), ("DELETE", "/workers/none")])

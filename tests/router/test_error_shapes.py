@@ -34,3 +34,16 @@ async def test_an_error_is_told_in_the_shape_of_the_clients_api() -> None:
         wrong = await router.client.post("/v1/messages", json={**message, "model": "other"})
         assert (wrong.status_code, wrong.json()["type"]) == (404, "error")
         assert wrong.json()["error"]["type"] == "not_found_error"
+
+
+async def test_an_error_that_no_handler_gives_is_told_in_the_shape_of_the_paths_api() -> None:
+    async with router_over(FakeWorker("d0")) as router:
+        for method, path, status in (
+            *(("GET", path, 405) for path in ("/v1/messages", "/v1/messages/count_tokens")),
+            *((method, "/v1/messages/batches", 404) for method in ("GET", "POST")),
+        ):
+            answer = await router.client.request(method, path)
+            assert (answer.status_code, answer.json()["type"]) == (status, "error"), (method, path)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        for path in ("/v1/completions", "/v1/messagesx", "/nothing"):
+            assert set((await router.client.get(path)).json()) == {"error"}

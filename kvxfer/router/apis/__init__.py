@@ -5,7 +5,7 @@ making Python objects of it. ``openai_style``, ``responses_style`` and ``message
 """
 
 from kvxfer.router.apis.api import Api
-from kvxfer.router.apis.routes import ROUTES, api_of
+from kvxfer.router.apis.routes import ROUTES, api_of, style_of
 from kvxfer.router.apis.style import StreamStyle
 
-__all__ = ["ROUTES", "Api", "StreamStyle", "api_of"]
+__all__ = ["ROUTES", "Api", "StreamStyle", "api_of", "style_of"]

@@ -78,3 +78,9 @@ _BY_PATH = {api.path: api for api in ROUTES}
 def api_of(path: str) -> Api | None:
     """The Api of a path; None for one that the router does not know by name."""
     return _BY_PATH.get(path)
+
+
+def style_of(path: str) -> StreamStyle:
+    """In which an error is told at a path, also at one that is no route: ``/v1/messages`` and all below it are of
+    Anthropic's API."""
+    return MESSAGES if path == MESSAGES_API.path or path.startswith(MESSAGES_API.path + "/") else OPENAI

@@ -1,8 +1,9 @@
 """Control routes under several processes: a member passes them on as they came, and the leader's application answers.
 
 So every answer is of the one view that the leader has, whichever process took the connection. ``/live`` and ``/health``
-are of the process itself, and so is what is asked of one Response: all processes know who keeps it. Decides which routes are passed on, and how large they may be; it must never know what they
-mean.
+are of the process itself, and so is what is asked of one Response: all processes know who keeps it.
+
+Decides which routes are passed on, and how large they may be; it must never know what they mean.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PassingOn:
             target = (scope["path"], scope.get("query_string", b"").decode("latin-1"))
             status, headers, content = await self._questions.ask(scope["method"], target, scope["headers"], body)
         except KvxferError as error:
-            return error_response(error)
+            return error_response(error, request)
         response = Response(content, status_code=status)
         kept = [(name, value) for name, value in headers if name not in HEADERS_OWN]
         if status not in WITHOUT_CONTENT:
@@ -97,8 +98,8 @@ class PassingOn:
 
 
 async def answer(app: ASGIApp, method: str, path: str, query: str, headers: list[list[str]], body: str) -> list[Any]:
-    """What ``app`` says, as a message carries it: status, headers, body. Raises TimeoutError after ANSWER_S: then no one
-    waits for it any more, and what ``app`` does is ended."""
+    """What ``app`` says, as a message carries it: status, headers, body. Raises TimeoutError after ANSWER_S: then no
+    one waits for it any more, and what ``app`` does is ended."""
     said: dict[str, Any] = {"status": 500, "headers": []}
     parts: list[bytes] = []
     is_read = False
