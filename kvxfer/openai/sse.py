@@ -87,6 +87,11 @@ class EventDecoder:
         return not self._buffer
 
     @property
+    def pending_bytes(self) -> int:
+        """How many bytes wait for more of their event."""
+        return len(self._buffer)
+
+    @property
     def has_partial_event(self) -> bool:
         """Whether bytes of an unfinished event are held; blank lines alone are not an event."""
         return bool(self._buffer.strip(b"\r\n"))

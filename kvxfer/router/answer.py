@@ -55,18 +55,25 @@ class ClientAnswer:
         """What was written, but for that of ``relayed``."""
         self.relayed: Callable[[], int] = int
         """The bytes of the stream that runs now."""
+        self.heard: Callable[[], int] = int
+        """As ``relayed``, without an engine's keep-alives."""
         self.is_begun = False
         """Whether the client has some of the answer, and not only its head or keep-alives: from then on no other
         worker can be asked."""
 
     @property
-    def progress(self) -> int:
-        """Bytes that the client was sent so far, without the router's own keep-alives."""
+    def bytes_sent(self) -> int:
+        """That the client was sent so far, without the router's own keep-alives."""
         return self.bytes_written + self.relayed()
+
+    @property
+    def progress(self) -> int:
+        """It changes while there is more of the answer: no keep-alive, of whomever, is any."""
+        return self.bytes_written + self.heard()
 
     def count_relayed(self) -> None:
         """The stream that ran is over."""
-        self.bytes_written, self.relayed = self.progress, int
+        self.bytes_written, self.relayed, self.heard = self.bytes_sent, int, int
 
     @property
     def is_started(self) -> bool:

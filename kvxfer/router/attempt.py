@@ -267,10 +267,10 @@ class Attempt:
                 before_end=bytes if self._answer.account is None else self._tell_account,
             )
             self._relay = relay
-            self._answer.relayed = lambda: relay.bytes_passed
+            self._answer.relayed, self._answer.heard = lambda: relay.bytes_passed, lambda: relay.bytes_heard
             self._answer.throttle(response.pause, response.resume)
             with failure.of_upstream(Part.DECODE):
-                await response.pipe(relay.feed, relay.take)
+                await response.pipe(relay.feed, relay.take, self._answer.heard)
             if relay.is_waiting:
                 await self._hear_prefill()
                 relay.go_on(at_last=True)

@@ -83,7 +83,7 @@ class Dispatcher:
         every_s = self._core.options.keepalive_s
         if not inbound.stream or not every_s:
             return contextlib.nullcontext()
-        return keeping_alive(every_s, lambda: answer.progress, lambda: answer.keep_alive(record.head()))
+        return keeping_alive(every_s, lambda: answer.bytes_sent, lambda: answer.keep_alive(record.head()))
 
     async def _try(self, inbound: Inbound, answer: ClientAnswer, record: RequestRecord) -> RequestOutcome:
         inbound = self._with_model(inbound)

@@ -108,6 +108,47 @@ async def test_the_silent_streams_of_a_worker_that_is_out_end_at_the_limit() -> 
         assert broken(events((await asked[0]).text))["code"] == "deadline"
 
 
+class Signing(FakeWorker):
+    """Each stream has one token, and then ``sign`` for ever unless its prompt is SILENT: the engine behind has hung."""
+
+    first = b'data: {"choices":[{"index":0,"text":"hi"}]}\n\n'
+    sign = b": still here\n\n"
+
+    async def _stream(self, request: Received, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        while True:
+            if request.body.get("prompt") != SILENT:
+                await send({"type": "http.response.body", "body": self.sign, "more_body": True})
+            await asyncio.sleep(LIMIT_S / 10)
+
+
+async def test_comments_of_a_stream_say_nothing_for_it_nor_for_the_others() -> None:
+    d = Signing("d0")
+    async with router_over(d, token_timeout_s=LIMIT_S) as router, asyncio.timeout(20):
+        asked = [asyncio.create_task(router.complete(prompt=prompt, stream=True)) for prompt in (SILENT, "chatty")]
+        for answer in await asyncio.gather(*asked):
+            chunks = [line for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            assert "hi" in chunks[0]
+            assert '"code":"deadline"' in chunks[1]
+            assert len(chunks) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_keepalives_after_the_first_token_are_no_progress_of_a_request(path: str) -> None:
+    d = Signing("d0")
+    body: dict[str, Any] = {"model": "tiny", "prompt": "hi", "stream": True}
+    if path == "/v1/messages":
+        d.first = b'event: content_block_delta\ndata: {"type": "content_block_delta", "delta": {"text": "hi"}}\n\n'
+        d.sign = b'event: ping\ndata: {"type": "ping"}\n\n'
+        body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    async with router_over(d, request_timeout_s=2 * LIMIT_S, token_timeout_s=60.0) as router, asyncio.timeout(20):
+        answer = await router.client.post(path, json=body)
+        assert 2 < answer.text.count(d.sign.decode()) < 100  # 20 in that time
+        assert "request_timeout_s 0.8 passed without progress" in answer.text
+
+
 async def test_patience_is_asked_from_half_of_the_limit_on_and_its_word_counts() -> None:
     def make(engine: ScriptedEngine) -> Script:
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -43,6 +43,7 @@ _KINDS_BY_STATUS = {
 class MessagesStyle:
     LAST = b""
     END_MARKS: tuple[bytes, ...] = (b"message_stop", b'"error"')
+    PING_MARKS: tuple[bytes, ...] = (b'"ping"',)
 
     def has_content(self, data: bytes) -> bool:
         """A block that starts with a tool's name is content: the name was generated."""
@@ -56,7 +57,7 @@ class MessagesStyle:
 
     def is_keepalive(self, event: Event) -> bool:
         """Also a ping: Anthropic's clients take one at any time."""
-        if b'"ping"' not in event.data:
+        if not any(mark in event.data for mark in self.PING_MARKS):
             return is_comment(event)
         scan = scanned(event.data)
         return scan is not None and text_of(scan, "type") == PING

@@ -24,6 +24,7 @@ class OpenAiStyle:
     """Chunks with ``choices``."""
 
     LAST = DONE
+    PING_MARKS: tuple[bytes, ...] = ()
     END_MARKS: tuple[bytes, ...] = (b"[DONE]", b'"error"')
 
     def has_content(self, data: bytes) -> bool:

@@ -33,6 +33,7 @@ ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"
 
 class ResponsesStyle:
     LAST = b""
+    PING_MARKS: tuple[bytes, ...] = ()
     END_MARKS: tuple[bytes, ...] = (
         b"response.completed",
         b"response.incomplete",

@@ -27,6 +27,9 @@ class StreamStyle(Protocol):
     """One of these is in every event that ends a stream or is an error. A chunk without any of them needs no look at
     its events; a chunk that has one may still hold neither."""
 
+    PING_MARKS: tuple[bytes, ...]
+    """One of these is in every keep-alive that has data."""
+
     def has_content(self, data: bytes) -> bool:
         """Whether an event with these data has some of the answer, not only its frame (the role, a start, a ping). A
         frame may be thrown away and the request tried elsewhere. What cannot be read counts as content."""

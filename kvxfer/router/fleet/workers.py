@@ -255,9 +255,8 @@ class Workers:
         return entry
 
     def claim(self, ref: AgentRef, part: Part, request_id: str = "") -> WorkerClaim:
-        """Count one request in flight at a worker until the claim is released. Taken right after the placement, so
-        that one that is to be tried by one request gets no second. ``request_id`` is of this request alone, never a
-        client's word. Raises NoWorkerError where it is not known."""
+        """Count one request in flight at a worker until the claim is released. Taken right after the placement: one
+        that is to be tried by one request gets no second. ``request_id`` is the router's own. Raises NoWorkerError."""
         entry = self._known(ref)
         claim = WorkerClaim(entry, part, request_id, self._now(), self)
         self._count(entry)

@@ -80,7 +80,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._phase = UpstreamPhase.SEND
         self._deadlines = UpstreamDeadlines()
         self._due = self._whole_due = 0.0
-        self._seen_bytes = 0
+        self._seen = 0
         self._heard = 0.0
         self._patience: Patience | None = None
         self.idle_since = 0.0
@@ -112,7 +112,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._deadlines = deadlines
         self._due = self._loop.time() + deadlines.send_s
         self._whole_due = whole_due
-        self._seen_bytes = 0
+        self._seen = 0
         size = len(head) + length
         self._written += size
         if size <= self._limits.send_slice_bytes:
@@ -133,11 +133,12 @@ class UpstreamConnection(asyncio.Protocol):
         if now >= self._whole_due:
             self._time_out(UpstreamPhase.WHOLE, self._deadlines.whole_s)
         elif self._phase is UpstreamPhase.BODY:
-            seen = self._parser.body_bytes
-            if seen != self._seen_bytes or self._is_read_paused:
-                if seen != self._seen_bytes:
+            heard = self._response.heard
+            seen = self._parser.body_bytes if heard is None else heard()
+            if seen != self._seen or self._is_read_paused:
+                if seen != self._seen:
                     self._counters.heard_s = now
-                self._seen_bytes = seen
+                self._seen = seen
                 self._hear(now)
             elif now >= self._due:
                 more_s = 0.0 if self._patience is None else self._patience(now - self._heard)

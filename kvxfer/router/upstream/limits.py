@@ -48,8 +48,9 @@ class UpstreamDeadlines:
     first_byte_s: float = 300.0
     """From then on until the whole head of the answer is there. An interim answer (1xx) does not renew it."""
     between_chunks_s: float = 60.0
-    """Without a byte of the body. It stands still while the consumer has paused the answer. Where the request came with
-    `Patience`, that is asked first when half of it has passed."""
+    """Without a byte of the body, or without what the consumer counts in place of bytes. It stands still while the
+    consumer has paused the answer. Where the request came with `Patience`, that is asked first when half of it has
+    passed."""
     whole_s: float = 3600.0
     """From the call of ``request`` until the last byte of the answer, the queue included."""
 
@@ -112,5 +113,6 @@ class UpstreamCounters:
         self.completed = 0
         self.aborted = 0
         self.heard_s = -math.inf
-        """When some connection had bytes of an answer, or the end of one, by the loop's clock and within a tick."""
+        """When some connection had some of an answer (no keep-alive, where these are told apart), or the end of one, by
+        the loop's clock and within a tick."""
         self.failed: dict[UpstreamPhase, int] = dict.fromkeys(UpstreamPhase, 0)

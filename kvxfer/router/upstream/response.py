@@ -43,7 +43,7 @@ class UpstreamResponse:
     __slots__ = (
         *("_late", "_so_far"),
         *("_chunks", "_error", "_is_held", "_is_over", "_link", "_waiter"),
-        *("address", "has_head", "headers", "is_piped", "status", "take", "taken"),
+        *("address", "has_head", "headers", "heard", "is_piped", "status", "take", "taken"),
     )
 
     def __init__(self, link: ResponseLink, address: str) -> None:
@@ -63,6 +63,8 @@ class UpstreamResponse:
         """As the engine wrote them, in its order; ``headers`` of interim answers and trailers are not among them."""
         self.is_piped = False
         self.take: Take | None = None
+        self.heard: Callable[[], int] | None = None
+        """A count of what came of the body, where not all bytes of it are signs of an engine that works."""
         self.taken: float = 0
         """Body bytes that the consumer has. Infinite once the body is piped: then nothing waits here."""
 
@@ -98,9 +100,14 @@ class UpstreamResponse:
         self._late = None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def pipe(self, write: Callable[[bytes], object], take: Take | None = None) -> None:
+    async def pipe(
+        self,
+        write: Callable[[bytes], object],
+        take: Take | None = None,
+        heard: Callable[[], int] | None = None,
+    ) -> None:
         """Hands every chunk to ``write`` and returns when the body is over. What ``take`` takes does not come to
-        ``write``.
+        ``write``. The body is silent while ``heard`` does not change; without it, while no byte comes.
 
         ``write`` may call ``pause`` (at most one more read of the socket follows), ``resume`` and ``abort``. What it
         raises ends the request, and is raised here.
@@ -118,7 +125,7 @@ class UpstreamResponse:
                 self.is_piped = True
                 self.taken = math.inf
                 self._link.redirect(write)
-                self.take = take
+                self.take, self.heard = take, heard
         while not self._is_over:
             await self._wait()
         if self._error is not None:
