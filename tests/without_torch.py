@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 MISSING = re.compile(
-    r"No module named '(torch|transformers|accelerate)['.]|the built-in engine needs (torch|transformers)"
+    r"No module named '(torch|transformers|accelerate|huggingface_hub)['.]"
+    r"|the built-in engine needs (torch|transformers)"
 )
 TESTS = pathlib.Path(__file__).parent
 PLACES = ("cli/test_main.py", "cuda", "e2e", "engine")

@@ -85,6 +85,7 @@ def test_agent_loads_neither_torch_nor_fastapi() -> None:
     assert heavy.strip() == "[]"
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="later Pythons show the buffer protocol as methods")
 def test_stub_equals_runtime(tmp_path: pathlib.Path) -> None:
     fresh = tmp_path / "_core.pyi"
     command = [sys.executable, "-P", "-m", "nanobind.stubgen", "-q", "-m", "kvxfer._native._core", "-o", str(fresh)]
