@@ -87,8 +87,9 @@ async def test_beside_an_offloading_connector_every_prompt_is_right_and_accounte
         passed_over = 0
         for answer in again:
             assert answer is not None
-            assert answer["cached"] >= 256
             is_passed_over = "another connector" in answer.report["text"]
+            # The other one may have stored only the first block of a prompt before the next took its place.
+            assert answer["cached"] >= (128 if is_passed_over else 256)
             assert is_passed_over == (answer.report["bytes"] == 0)
             passed_over += is_passed_over
         assert (passed_over == 0) if is_first else (passed_over > 0)

@@ -20,19 +20,21 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("RANKS") != "1", reason="RANKS=1 starts engines of two ranks"),
 ]
 LAYERS = 4
+EXTENDED = {"worker_extension_cls": "tests.support.vllm.worker_digests.WorkerDigests"}
+"""Of both engines of a pair: with an operator's code in one of them, they are not alike."""
 MP = {
+    **EXTENDED,
     "distributed_executor_backend": "mp",
-    "worker_extension_cls": "tests.support.vllm.worker_digests.WorkerDigests",
     "enforce_eager": False,  # vLLM's CPU workers hand over between stages only so
     "compilation_config": {"mode": 2, "backend": "eager"},
 }
-STAGES = {"p": "", "d": "", "p2": "1,4", "p3": "2,4", "d2": "2,4", "dt": ""}
+STAGES = {"p1": "", "d1": "", "p2": "1,4", "p3": "2,4", "d2": "2,4", "dt": ""}
 """Where the stages of each engine end."""
 MOVED: list[tuple[str, str, str]] = []
 """Prefill engine, decode engine and transfer id of what was loaded. The bytes are compared at the end: to ask workers
 for them is to run an operator's code in them, which makes their weights unknown."""
-RANKS = {"p": 1, "d": 1, "p2": 2, "p3": 2, "d2": 2, "dt": 2}
-PAIRS = pytest.mark.parametrize("names", [("p2", "d"), ("p", "d2"), ("p2", "d2"), ("p2", "dt")], ids="-".join)
+RANKS = {"p1": 1, "d1": 1, "p2": 2, "p3": 2, "d2": 2, "dt": 2}
+PAIRS = pytest.mark.parametrize("names", [("p2", "d1"), ("p1", "d2"), ("p2", "d2"), ("p2", "dt")], ids="-".join)
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="module")
@@ -41,9 +43,11 @@ async def staged(cluster: Cluster) -> AsyncIterator[Cluster]:
     await cluster.start(
         "p2", "kv_producer", environment=uneven, max_num_batched_tokens=512, pipeline_parallel_size=2, **MP
     )
+    await cluster.start("p1", "kv_producer", max_num_batched_tokens=512, **EXTENDED)
+    await cluster.start("d1", "kv_consumer", **EXTENDED)
     await cluster.start("d2", "kv_consumer", pipeline_parallel_size=2, **MP)
     await cluster.start("dt", "kv_consumer", tensor_parallel_size=2, **MP)
-    names = ("p2", "d2", "dt")
+    names = ("p1", "d1", "p2", "d2", "dt")
     for name in names:
         await cluster[name].wait_ready()
     yield cluster
@@ -139,7 +143,7 @@ async def test_aborts_leave_no_block(staged: Cluster, names: tuple[str, str]) ->
 @pytest.mark.parametrize("told", ["", "2,4", "3,4", "4,5"])
 async def test_stages_that_are_not_the_sources_are_computed(staged: Cluster, told: str) -> None:
     """The answer is right, whatever the client says of them."""
-    prefill, decode = staged["p2"], staged["d"]
+    prefill, decode = staged["p2"], staged["d1"]
     ids = prompt(200, seed=f"told {told}")
     first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False})
     kv = {**first["kv"], "kvxfer": {**first["kv"]["kvxfer"], "stages": told}}
@@ -173,7 +177,7 @@ async def test_a_prefill_engine_that_is_killed_is_computed(staged: Cluster) -> N
 async def test_every_byte_was_the_sources(staged: Cluster) -> None:
     """The last test of this module: every block of every layer of what its tests loaded."""
     said = {name: await staged[name].ask("rank digests") for name in ("p2", "d2")}
-    said |= {name: [await staged[name].ask("digests")] for name in ("p", "d")}
+    said |= {name: [await staged[name].ask("digests")] for name in ("p1", "d1")}
     assert MOVED
     for source, reader, transfer_id in MOVED:
         sent = by_layer(staged[source], said[source], f"{transfer_id}/source/")
