@@ -7,6 +7,7 @@ blocks it promised are given back. It must never know what a request is. Nothing
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -174,27 +175,17 @@ def _shared_pool(agent: Agent, model: LoadedModel, block_tokens: int, count: int
 
 async def _loaded(options: WorkerOptions, threads: int, stop: asyncio.Event) -> LoadedModel | None:
     """None where it is told to stop first. The load is native code and a download, neither of which can be ended."""
-    loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[LoadedModel] = loop.create_future()
+    loading: concurrent.futures.Future[LoadedModel] = concurrent.futures.Future()
+    loading.set_running_or_notify_cancel()
 
     def load() -> None:
         try:
-            found, error = _load(options, threads), None
-        except BaseException as raised:
-            found, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(told, found, error)
-
-    def told(found: LoadedModel | None, error: BaseException | None) -> None:
-        if loaded.cancelled():
-            return
-        if error is not None:
-            loaded.set_exception(error)
-        elif found is not None:
-            loaded.set_result(found)
+            loading.set_result(_load(options, threads))
+        except BaseException as error:
+            loading.set_exception(error)
 
     threading.Thread(target=load, name=ABANDONABLE, daemon=True).start()
-    stopping = asyncio.create_task(stop.wait())
+    loaded, stopping = asyncio.wrap_future(loading), asyncio.create_task(stop.wait())
     try:
         first: set[asyncio.Future[Any]] = {loaded, stopping}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
