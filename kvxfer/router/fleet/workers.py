@@ -281,7 +281,8 @@ class Workers:
 
     def _hear(self) -> None:
         """Take what other processes have in flight."""
-        for ref, counts in () if self._board is None else self._board.changed():
+        changed = () if self._board is None else self._board.changed()
+        for ref, counts in changed:
             entry = self._entries.get(ref) or self._leaving.get(ref)
             if entry is not None:
                 entry.hear(counts)
