@@ -294,4 +294,5 @@ def _add_response_routes(app: FastAPI, front: Front, bodies: Bodies) -> None:
                 serve,
                 methods=[method],
                 operation_id=f"{method.lower()}_response{end.replace('/', '_')}",
+                responses=document.ENGINES_OWN,
             )

@@ -36,6 +36,8 @@ DEFAULT: dict[int | str, Schema] = {
     }
 }
 """Of every route; also in place of FastAPI's 422, which the router answers as 400."""
+ENGINES_OWN: dict[int | str, Schema] = {"default": {"description": "an error, in the engine's or the router's words"}}
+"""In place of DEFAULT, of routes whose answers pass as they are."""
 ERRORS = {
     400: "the request is wrong: `param` names the field",
     404: "no worker serves that model, or that route",
