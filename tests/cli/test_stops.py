@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+pytest.importorskip("torch", reason="the built-in engine needs torch")
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_worker_that_loads_stops_at_once(tmp_path: pathlib.Path, number: signal.Signals) -> None:

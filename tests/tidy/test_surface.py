@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -85,11 +86,12 @@ def test_agent_loads_neither_torch_nor_fastapi() -> None:
     assert heavy.strip() == "[]"
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="later Pythons show the buffer protocol as methods")
 def test_stub_equals_runtime(tmp_path: pathlib.Path) -> None:
     fresh = tmp_path / "_core.pyi"
     command = [sys.executable, "-P", "-m", "nanobind.stubgen", "-q", "-m", "kvxfer._native._core", "-o", str(fresh)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     committed = pathlib.Path(kvxfer.__file__).parent / "_native" / "_core.pyi"
-    assert fresh.read_text() == committed.read_text(), "run `make stub`"
+    # Since Python 3.12 classes with the buffer protocol show a method of it.
+    text = re.sub(r'\n    def __buffer__\(.*\n        """\n(?:.*\n)*?        """\n', "", fresh.read_text())
+    assert text == committed.read_text(), "run `make stub`"
