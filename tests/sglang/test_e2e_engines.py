@@ -95,13 +95,15 @@ def test_a_server_that_is_ended_tells_its_peers(cluster: Cluster) -> None:
     process = cluster.prefill.process
     assert process is not None
     before = len(cluster.prefill.log.read_text(errors="replace"))
-    os.kill(process.pid, signal.SIGTERM)
-    process.wait(ENDED_S)
-    said = cluster.prefill.log.read_text(errors="replace")[before:]
-    assert "tells its peers" in said
-    assert "killing them" not in said
-    begun_s = time.monotonic()
-    assert ask(cluster.proxy.url, prompt_of(50)).status_code != 200
-    assert time.monotonic() - begun_s < GONE_S
-    cluster.prefill.start()
-    cluster.prefill.wait_ready()
+    try:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(ENDED_S)
+        said = cluster.prefill.log.read_text(errors="replace")[before:]
+        assert "tells its peers" in said
+        assert "killing them" not in said
+        begun_s = time.monotonic()
+        assert ask(cluster.proxy.url, prompt_of(50)).status_code != 200
+        assert time.monotonic() - begun_s < GONE_S
+    finally:  # the tests that follow share it
+        cluster.prefill.start()
+        cluster.prefill.wait_ready()
