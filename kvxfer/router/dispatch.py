@@ -20,7 +20,7 @@ from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import DisaggOptions, PrefillAt, decide_prefill
-from kvxfer.policy.place import Placement, PlaceReason, Sizes, place, transfer_cost
+from kvxfer.policy.place import Placement, PlaceReason, Sizes, place
 from kvxfer.router import failure
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.attempt import Attempt
@@ -33,15 +33,11 @@ from kvxfer.router.keepalive import keeping_alive
 from kvxfer.router.metrics import RequestOutcome
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.responses import PREVIOUS, keeper_of, previous
-from kvxfer.types import AgentRef, Member
+from kvxfer.types import AgentRef
 
 RETRY_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
 PREFILL_TRIES = 2
 """After so many failures of which the last was P's, D computes the prompt itself, where it may."""
-HANDED_ON_GAIN = 1e6
-"""In requests in flight, for a P whose finished work another D can use."""
-SAME_PREFILLER_GAIN = 2.0
-"""The same, for a P whose prefix cache has the prompt."""
 
 
 class Dispatcher:
@@ -251,7 +247,7 @@ class Dispatcher:
             generates=inbound.api.generates,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
-            cost_between=course.cost_between(),
+            preferred=course.prefiller,
             ejected_pairs=workers.ejected_pairs(),
         )
 
@@ -269,7 +265,7 @@ class _Course:
     last_failed_at: Part | None = None
     """Which part failed last; None where the failure was one for size."""
     prefiller: AgentRef | None = None
-    """The one that computed this prompt, if any did."""
+    """The one that computed this prompt, if any did: it has the KV, or at least the prefix."""
     handover: Handover | None = None
     excluded: set[str] = dataclasses.field(default_factory=set)
     avoided: set[str] = dataclasses.field(default_factory=set)
@@ -296,15 +292,6 @@ class _Course:
         if ended.prompt_tokens is not None:
             self.need = dataclasses.replace(self.need, prompt_tokens=ended.prompt_tokens)
             self.likely = dataclasses.replace(self.likely, prompt_tokens=ended.prompt_tokens)
-
-    def cost_between(self) -> Callable[[Member, Member], float]:
-        """What lies between two workers for this request. A P that computed this prompt is taken first, and whatever
-        it costs where its work can be handed on."""
-        prefiller = self.prefiller
-        if prefiller is None:
-            return transfer_cost
-        gain = HANDED_ON_GAIN if self.handover is not None else SAME_PREFILLER_GAIN
-        return lambda source, destination: transfer_cost(source, destination) - gain * (source.ref == prefiller)
 
     def sizes(self) -> Sizes:
         return Sizes(

@@ -13,7 +13,8 @@ import random
 from kvxfer.errors import DeadlineExceededError, NoWorkerError
 from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.openai.transfer_params import Part
-from kvxfer.policy.place import Candidate, decode_cost, is_placeable
+from kvxfer.policy.candidates import Candidate, is_placeable
+from kvxfer.policy.scores import LEAST_LOADED
 from kvxfer.router import failure, headers
 from kvxfer.router.answer import ClientAnswer
 from kvxfer.router.core import RouterCore
@@ -146,7 +147,8 @@ class PassThrough:
         if passed.ref is not None:
             return next((one for one in known if one.member.ref == passed.ref and one.agent_id not in failed), None)
         usable = [one for one in known if _is_in(one, rule.pool) and one.agent_id not in failed and is_placeable(one)]
-        return min(usable, key=lambda one: (one.is_last_choice, decode_cost(one), random.random()), default=None)
+        costs = LEAST_LOADED.decode
+        return min(usable, key=lambda one: (one.is_last_choice, costs(one), random.random()), default=None)
 
     async def _pass(self, passed: _Passed, worker: Worker, part: Part) -> RequestOutcome:
         """Raises PassedFailed while the client got nothing."""

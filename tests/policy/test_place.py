@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import DoesNotFitError, NoWorkerError
-from kvxfer.policy import place as place_module
+from kvxfer.policy import search
+from kvxfer.policy.candidates import Candidate
 from kvxfer.policy.capacity import Capacity, Need, capacity_of
-from kvxfer.policy.place import Candidate, PlaceReason, Sizes, place, transfer_cost
+from kvxfer.policy.place import PlaceReason, Sizes, place
+from kvxfer.policy.scores import Cost, LeastLoaded, distance
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -222,15 +224,15 @@ def test_a_pair_is_looked_for_among_few_where_many_do_not_know_their_weights(
     if is_known_there:
         engines += [worker(f"known {role.value}", role, pools=(pool(),), load=busy) for role in roles]
     compared: list[str] = []
-    judge = place_module.are_compatible
+    judge = search.can_read
 
-    def counted(source: Candidate, destination: Candidate) -> bool:
+    def counted(source: Candidate, destination: Candidate, *, has_equal_pools: bool) -> bool:
         compared.append(source.agent_id)
-        return judge(source, destination)
+        return judge(source, destination, has_equal_pools=has_equal_pools)
 
-    monkeypatch.setattr(place_module, "are_compatible", counted)
+    monkeypatch.setattr(search, "can_read", counted)
     pair = chosen_pair(*engines)
-    assert len(compared) <= (place_module.SHORTLIST + 2) ** 2
+    assert len(compared) == (4 if is_known_there else 1)
     if is_known_there:
         assert pair == ("known prefill", "known decode", PlaceReason.REMOTE)
     else:
@@ -246,10 +248,19 @@ def test_the_two_of_a_pair_are_brought_near_each_other_unless_load_says_otherwis
     assert chosen_pair(here, busy, d)[0] == "p1"
     many = [worker(f"p{n:03}", Role.PREFILL, host="a") for n in range(100)]
     assert chosen_pair(*many, worker("q", Role.PREFILL, host="b"), d)[0] == "q"
-    assert chosen_pair(here, there, d, cost_between=lambda source, _: float(source.ref.agent_id == "p2"))[0] == "p1"
-    assert transfer_cost(here.member, d.member) > transfer_cost(there.member, d.member) > 0
-    shared = dataclasses.replace(there.member, pools=(pool(),))
-    assert transfer_cost(shared, d.member) == 0
+    assert distance(here, d, is_equal=True) > distance(there, d, is_equal=False) > distance(there, d, is_equal=True) > 0
+    shared = dataclasses.replace(there, member=dataclasses.replace(there.member, pools=(pool(),)))
+    assert distance(shared, d, is_equal=True) == 0
+
+
+def test_a_worker_that_computed_the_prompt_is_taken_first() -> None:
+    busy, idle = worker("p1", Role.PREFILL, prefill_inflight=9, host="a"), worker("p2", Role.PREFILL, host="b")
+    d, e = worker("d", Role.DECODE, host="b"), worker("e", Role.DECODE, host="a")
+    assert chosen_pair(busy, idle, d, e, preferred=busy.member.ref)[:2] == ("p1", "e")
+    lost = dataclasses.replace(busy, is_last_choice=True)
+    assert chosen_pair(lost, idle, d, e, preferred=busy.member.ref)[:2] == ("p2", "d")
+    pairs = frozenset({(busy.member.ref, one.member.ref) for one in (d, e)})
+    assert chosen_pair(busy, idle, d, e, preferred=busy.member.ref, ejected_pairs=pairs)[:2] == ("p2", "d")
 
 
 def test_pools_that_can_be_made_into_each_other_are_a_pair() -> None:
@@ -289,13 +300,14 @@ def test_hundreds_of_workers_are_placed_quickly_enough_to_stay_on_the_loop() -> 
     workers += [worker(f"d{n}", Role.DECODE, pools=(pool(),)) for n in range(300)]
     compared = 0
 
-    def counting(source: Member, destination: Member) -> float:
-        nonlocal compared
-        compared += 1
-        return 0.0
+    class Counting(LeastLoaded):
+        def between(self, source: Candidate, destination: Candidate, *, is_equal: bool) -> Cost:
+            nonlocal compared
+            compared += 1
+            return super().between(source, destination, is_equal=is_equal)
 
-    place(workers, model="m", tie_break=5, cost_between=counting)
-    assert compared <= 200
+    place(workers, model="m", tie_break=5, scores=Counting())
+    assert compared <= 2
 
 
 def sized(name: str, role: Role, *, context: int = 0, blocks: int = 0, **more: Any) -> Candidate:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import NoWorkerError
-from kvxfer.policy.place import Candidate, PlaceReason, decode_cost, place, prefill_cost
+from kvxfer.policy.candidates import Candidate
+from kvxfer.policy.place import PlaceReason, place
+from kvxfer.policy.scores import LEAST_LOADED
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Member, Role, WorkerInfo
 
 
@@ -32,7 +34,7 @@ P, D = worker("p", Role.PREFILL), worker("d", Role.DECODE)
 def test_cost_of_a_share_is_as_if_it_carried_more(inflight: int, one: float, other: float) -> None:
     def costs(share: float) -> list[float]:
         candidate = worker("w", Role.BOTH, decode_inflight=inflight, share=share)
-        return [prefill_cost(candidate), decode_cost(candidate)]
+        return [LEAST_LOADED.prefill(candidate).amount, LEAST_LOADED.decode(candidate).amount]
 
     assert costs(1.0) == [inflight, inflight]
     for less, more in zip(costs(min(one, other)), costs(max(one, other)), strict=True):

@@ -13,9 +13,9 @@ from typing import Any, Protocol, Self
 
 from kvxfer.errors import UsageError
 from kvxfer.openai.transfer_params import Part
+from kvxfer.policy.candidates import Candidate, is_placeable
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.health import HealthState, WorkerHealth
-from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.policy.silence import WorkerSigns
 from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of

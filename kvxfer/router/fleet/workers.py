@@ -15,6 +15,7 @@ from typing import Any
 
 from kvxfer.errors import InvalidArgumentError, LimitExceededError, NoWorkerError
 from kvxfer.openai.transfer_params import Part
+from kvxfer.policy.candidates import Candidate
 from kvxfer.policy.health import (
     Blame,
     CountedRequests,
@@ -25,7 +26,6 @@ from kvxfer.policy.health import (
     blame_of,
 )
 from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
-from kvxfer.policy.place import Candidate
 from kvxfer.policy.silence import WorkerSigns
 from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import LoadBoard
