@@ -207,11 +207,17 @@ class ControlPlane:
         return _lacks(name, {member.ref.agent_id: member.is_suspect for member in view.members})
 
     async def _lacks_router(self, name: str) -> str:
-        known = await self.cluster.directory(name)
+        try:
+            known = await self.cluster.directory(name)
+        except httpx.TransportError as error:  # such as the end of a connection that was idle for long
+            return f"{name}: {error!r}"
         return _lacks(name, {agent_id: entry["is_suspect"] for agent_id, entry in known.items()})
 
     async def _lacks_agent(self, name: str) -> str:
-        agent = (await self.cluster.statistics(name))["agent"]
+        try:
+            agent = (await self.cluster.statistics(name))["agent"]
+        except httpx.TransportError as error:
+            return f"{name}: {error!r}"
         return "" if agent["is_coordinator_connected"] else f"{name} hears no coordinator"
 
     async def settled(self, within_s: float) -> float:
