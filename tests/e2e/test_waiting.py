@@ -98,11 +98,12 @@ async def test_a_prompt_of_an_idle_worker_waits_behind_nothing(cluster: Cluster,
 
 @pytest.mark.nightly
 async def test_a_queue_of_minutes_at_a_live_worker_moves_every_prompt(cluster: Cluster, tiny_reference) -> None:
-    for seed in (1998, 1999):  # the first one warms the worker up
-        began_s = time.monotonic()
-        moved(await start(cluster, make_prompt(SLOW, seed=seed), "p1", "d1")[1])
-    # So that the last of them waits for more than a minute: in a queue each takes a third of what it takes alone.
-    count = math.ceil(240 / (time.monotonic() - began_s))
+    moved(await start(cluster, make_prompt(SLOW, seed=1990), "p1", "d1")[1])
+    began_s = time.monotonic()
+    for answered in [start(cluster, make_prompt(SLOW, seed=1991 + n), "p1", "d1")[1] for n in range(8)]:
+        moved(await answered)
+    # So that the last of them waits for more than a minute, by the pace of a queue on this machine.
+    count = math.ceil(90 / ((time.monotonic() - began_s) / 8))
     prompts = [make_prompt(SLOW, seed=2000 + n) for n in range(count)]
     began_s = time.monotonic()
     answering = [start(cluster, prompt, "p1", "d1", timeout_s=400.0)[1] for prompt in prompts]
