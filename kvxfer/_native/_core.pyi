@@ -1873,6 +1873,31 @@ class JsonFields:
 def check_json(text: bytes) -> None:
     """Raises InvalidArgumentError unless `text` is one JSON value."""
 
+class ChainHasher:
+    """
+    Finds the keys of prompts: hashes, keyed with a secret, of what their JSON says. Prepared once for a route.
+    """
+
+    def __init__(self, secret: bytes, fields: JsonFields, root: Sequence[str], heads: Sequence[str]) -> None:
+        """
+        `secret` has 16 bytes. `root`: the fields that a root is made of; `heads`: those that stand in front of the prompt. Raises
+        InvalidArgumentError for a name that `fields` has not.
+        """
+
+    def root(self, scan: JsonScan, texts: Sequence[bytes]) -> int:
+        """
+        One key of some texts in their order, and of every occurrence of the root's fields that is not null.
+        """
+
+    def chain(self, scan: JsonScan, root: int, name: str, is_list_of_prompts: bool) -> tuple[bytes, bytes]:
+        """
+        The keys of the heads and of the prompt in field `name`, and for each the bytes of content up to it; both as 64-bit words of this
+        machine. Without the GIL where the body is longer than JSON_HELD_GIL_BYTES.
+        """
+
+def siphash(secret: bytes, data: bytes) -> int:
+    """SipHash-2-4 with 64 bits."""
+
 class EventChunks:
     """
     Finds out whether bytes of a chunked HTTP/1.1 body can be passed on as they came. Marks are prepared once.
@@ -1893,6 +1918,12 @@ JSON_MEMBERS_MAX: int = 1024
 JSON_INTEGER_DIGITS_MAX: int = 4300
 
 JSON_HELD_GIL_BYTES: int = 16384
+
+CHAIN_BYTES: int = 2048
+
+CHAIN_ID_BYTES: int = 4
+
+CHAIN_KEYS_MAX: int = 4096
 
 class UcxProbe:
     """What a UCX library can do on this host."""

@@ -1,9 +1,10 @@
-// The JSON scanner, and that of chunked streams, as Python sees them. A JSON scan keeps the bytes that it is of, and makes Python objects of what is asked for only.
+// The JSON scanner, the keys of prompts, and the scanner of chunked streams, as Python sees them. A JSON scan keeps the bytes that it is of, and makes Python objects of what is asked for only.
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
 
 #include "bind_casters.hpp"
+#include "scan/chain.hpp"
 #include "scan/chunks.hpp"
 #include "scan/scan.hpp"
 
@@ -64,6 +65,9 @@ class PyJsonScan {
   }
 
   nb::bytes body() const { return body_; }
+  std::string_view text() const { return view(body_); }
+  const JsonFields& fields() const { return fields_; }
+  const JsonScan& scan() const { return scan_; }
   size_t open() const { return scan_.open; }
   size_t member_count() const { return scan_.members.size(); }
 
@@ -117,6 +121,73 @@ class PyJsonScan {
   JsonScan scan_;
 };
 
+nb::bytes words_of(const std::vector<uint64_t>& words) { return nb::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof words[0]); }
+
+// What is hashed of a body is fixed here, once: the members of the root, and the fields that the chain consists of.
+class PyChainHasher {
+ public:
+  PyChainHasher(const std::array<uint8_t, 16>& secret, nb::object fields, const std::vector<std::string>& root, const std::vector<std::string>& heads)
+      : secret_(secret), owner_(std::move(fields)), fields_(nb::cast<const JsonFields&>(owner_)) {
+    for (const std::string& name : root) root_.push_back(numbered(name));
+    for (const std::string& name : heads) heads_.push_back(numbered(name));
+  }
+
+  uint64_t root(const PyJsonScan& scan, const std::vector<nb::bytes>& texts) const {
+    std::vector<std::string_view> given;
+    for (const nb::bytes& text : texts) given.push_back(view(text));
+    return beside(scan, [&] {
+      std::vector<PromptPart> members;
+      for (const uint16_t field : root_) {
+        if (scan.scan().last[field] == kNoMember) continue;
+        for (const JsonMember& member : scan.scan().members) {
+          if (member.field == field && member.kind != JsonKind::Null) members.push_back(part_of(scan, member));
+        }
+      }
+      return root_key(secret_, given, members);
+    });
+  }
+
+  nb::tuple chain(const PyJsonScan& scan, uint64_t root, std::string_view name, bool is_list_of_prompts) const {
+    const uint16_t field = numbered(name);
+    const PromptChain chain = beside(scan, [&] {
+      std::vector<PromptPart> parts;
+      const auto add = [&](uint16_t number, PromptForm form) {
+        const uint16_t last = scan.scan().last[number];
+        if (last == kNoMember || scan.scan().members[last].kind == JsonKind::Null) return;
+        parts.push_back(part_of(scan, scan.scan().members[last]));
+        parts.back().form = form;
+      };
+      for (const uint16_t head : heads_) add(head, PromptForm::Items);
+      add(field, is_list_of_prompts ? PromptForm::Prompts : PromptForm::Items);
+      return prompt_chain(secret_, root, parts);
+    });
+    return nb::make_tuple(words_of(chain.keys), words_of(chain.sizes));
+  }
+
+ private:
+  uint16_t numbered(std::string_view name) const {
+    const uint16_t field = fields_.find(name);
+    if (field == kNoField) raise("InvalidArgumentError", "'" + std::string(name) + "' is none of the fields that bodies are scanned for", std::nullopt);
+    return field;
+  }
+  PromptPart part_of(const PyJsonScan& scan, const JsonMember& member) const {
+    return {fields_.names()[member.field], scan.value_text(member)};
+  }
+  // What `act` returns, found without the GIL for a long body. `act` makes no Python object.
+  template <class Act>
+  auto beside(const PyJsonScan& scan, Act&& act) const -> decltype(act()) {
+    if (&scan.fields() != &fields_) raise("InvalidArgumentError", "the body was scanned with other fields", std::nullopt);
+    if (scan.text().size() <= kHeldGilBytes) return act();
+    nb::gil_scoped_release release;
+    return act();
+  }
+
+  SipSecret secret_;
+  nb::object owner_;  // of `fields_`
+  const JsonFields& fields_;
+  std::vector<uint16_t> root_, heads_;
+};
+
 }  // namespace
 
 void bind_scan(nb::module_& m) {
@@ -164,6 +235,20 @@ void bind_scan(nb::module_& m) {
           const JsonFault fault = check_value(view(text));
           if (fault.what != nullptr) raise("InvalidArgumentError", std::string("not a JSON value: ") + fault.what, std::nullopt);
         }, nb::arg("text"), "Raises InvalidArgumentError unless `text` is one JSON value.");
+  nb::class_<PyChainHasher>(m, "ChainHasher", "Finds the keys of prompts: hashes, keyed with a secret, of what their JSON says. Prepared once for a route.")
+      .def(nb::init<const std::array<uint8_t, 16>&, nb::object, const std::vector<std::string>&, const std::vector<std::string>&>(), nb::arg("secret"),
+           nb::arg("fields"), nb::arg("root"), nb::arg("heads"),
+           nb::sig("def __init__(self, secret: bytes, fields: JsonFields, root: Sequence[str], heads: Sequence[str]) -> None"),
+           "`secret` has 16 bytes. `root`: the fields that a root is made of; `heads`: those that stand in front of the prompt. Raises\n"
+           "InvalidArgumentError for a name that `fields` has not.")
+      .def("root", &PyChainHasher::root, nb::arg("scan"), nb::arg("texts"),
+           "One key of some texts in their order, and of every occurrence of the root's fields that is not null.")
+      .def("chain", &PyChainHasher::chain, nb::arg("scan"), nb::arg("root"), nb::arg("name"), nb::arg("is_list_of_prompts"),
+           nb::sig("def chain(self, scan: JsonScan, root: int, name: str, is_list_of_prompts: bool) -> tuple[bytes, bytes]"),
+           "The keys of the heads and of the prompt in field `name`, and for each the bytes of content up to it; both as 64-bit words of this\n"
+           "machine. Without the GIL where the body is longer than JSON_HELD_GIL_BYTES.");
+  m.def("siphash", [](const std::array<uint8_t, 16>& secret, nb::bytes data) { return siphash(SipSecret(secret), data.c_str(), data.size()); }, nb::arg("secret"),
+        nb::arg("data"), "SipHash-2-4 with 64 bits.");
   nb::class_<EventChunks>(m, "EventChunks", "Finds out whether bytes of a chunked HTTP/1.1 body can be passed on as they came. Marks are prepared once.")
       .def("__init__",
            [](EventChunks* self, const std::vector<nb::bytes>& marks) {
@@ -182,6 +267,9 @@ void bind_scan(nb::module_& m) {
   m.attr("JSON_MEMBERS_MAX") = kMembersMax;
   m.attr("JSON_INTEGER_DIGITS_MAX") = kIntegerDigitsMax;
   m.attr("JSON_HELD_GIL_BYTES") = kHeldGilBytes;
+  m.attr("CHAIN_BYTES") = kChainBytes;
+  m.attr("CHAIN_ID_BYTES") = kChainIdBytes;
+  m.attr("CHAIN_KEYS_MAX") = kChainKeysMax;
 }
 
 }  // namespace kvxfer

@@ -1,9 +1,11 @@
 // JSON bodies, compared with a reader that is written the plainest way: which bodies are refused, which members there are, and what a
-// body says when some of its members go. The input is the body as it is; its length also says which members go.
+// body says when some of its members go. And the chain of each member as a prompt. The input is the body as it is; its length also says
+// which members go.
 #include <cctype>
 #include <optional>
 
 #include "input.hpp"
+#include "scan/chain.hpp"
 #include "scan/scan.hpp"
 
 using namespace kvxfer;
@@ -184,6 +186,26 @@ void try_rest(std::string_view body, const JsonScan& scan, const std::vector<Pla
   if (kept.size() == all.size()) check(left == body, "a body changed from which nothing goes");
 }
 
+// Keys stand in order, at most an interval apart; and a value alone in memory has the same ones.
+void try_chain(std::string_view body, const JsonMember& member) {
+  const SipSecret secret(filled<16>(7));
+  const std::string name = name_of(body, member);
+  const std::string_view value = body.substr(member.value_begin, member.value_end - member.value_begin);
+  const std::string alone = "[" + std::string(value) + "]";
+  for (const PromptForm form : {PromptForm::Prompts, PromptForm::Items}) {
+    const PromptChain chain = prompt_chain(secret, 1, {{name, value, form}});
+    check(chain.keys.size() == chain.sizes.size() && chain.keys.size() <= kChainKeysMax, "another number of sizes than of keys");
+    uint64_t before = 0;
+    for (const uint64_t size : chain.sizes) {
+      check(before <= size && size <= before + kChainBytes, "a key out of its place");
+      before = size;
+    }
+    const PromptChain again = prompt_chain(secret, 1, {{name, std::string_view(alone).substr(1, value.size()), form}});
+    check(again.keys == chain.keys && again.sizes == chain.sizes, "the chain of the same value is another one");
+  }
+  check(root_key(secret, {}, {{name, value}}) != root_key(secret, {name}, {{name, value}}), "a root that a text does not change");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -208,6 +230,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
     check(scan.last[field] == last, "not the last member of a name");
   }
+  for (const JsonMember& member : scan.members) try_chain(body, member);
   for (const unsigned pattern : {0U, 0xffU, static_cast<unsigned>(size * 37) & 0xffU})
     try_rest(body, scan, *all, static_cast<uint8_t>(pattern));
   return 0;

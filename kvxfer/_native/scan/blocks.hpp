@@ -30,6 +30,22 @@ inline const char* skip_plain(const char* p, const char* end) {
   return p;
 }
 
+// In a valid string: the first quote or backslash, or `end`.
+inline const char* skip_unescaped(const char* p, const char* end) {
+  const __m128i quote = _mm_set1_epi8('"'), backslash = _mm_set1_epi8('\\');
+  const auto special = [&](const char* at) {
+    const __m128i block = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm_or_si128(_mm_cmpeq_epi8(block, quote), _mm_cmpeq_epi8(block, backslash));
+  };
+  while (end - p >= 64 && _mm_movemask_epi8(_mm_or_si128(_mm_or_si128(special(p), special(p + 16)), _mm_or_si128(special(p + 32), special(p + 48)))) == 0) p += 64;
+  for (; end - p >= 16; p += 16) {
+    const auto found = static_cast<unsigned>(_mm_movemask_epi8(special(p)));
+    if (found != 0) return p + __builtin_ctz(found);
+  }
+  while (p < end && *p != '"' && *p != '\\') ++p;
+  return p;
+}
+
 // `p` is at the begin of an item of a list. Returns the place behind the last comma of a valid run of integers without signs, each
 // of at most 30 digits, with a comma and maybe spaces behind each; `p` if there is none. A bit of a mask stands for a byte.
 inline const char* skip_integers(const char* p, const char* end) {
@@ -64,6 +80,11 @@ inline const char* skip_plain(const char* p, const char* end) {
     if ((word & kHighs) != 0 || has_less(word, 0x20) != 0 || has_less(word ^ (kOnes * '"'), 1) != 0 || has_less(word ^ (kOnes * '\\'), 1) != 0) break;
   }
   while (p < end && is_plain(*p)) ++p;
+  return p;
+}
+
+inline const char* skip_unescaped(const char* p, const char* end) {
+  while (p < end && *p != '"' && *p != '\\') ++p;
   return p;
 }
 

@@ -68,9 +68,13 @@ uint32_t escaped_unit(const char* p) {
   return unit;
 }
 
-void append_utf8(std::string& text, uint32_t point) {
-  const auto put = [&](uint32_t byte) { text.push_back(static_cast<char>(byte)); };
-  if (point < 0x80) return put(point);
+size_t put_utf8(char* text, uint32_t point) {
+  size_t size = 0;
+  const auto put = [&](uint32_t byte) { text[size++] = static_cast<char>(byte); };
+  if (point < 0x80) {
+    put(point);
+    return size;
+  }
   if (point < 0x800) {
     put(0xc0 | point >> 6);
   } else {
@@ -83,6 +87,7 @@ void append_utf8(std::string& text, uint32_t point) {
     put(0x80 | (point >> 6 & 0x3f));
   }
   put(0x80 | (point & 0x3f));
+  return size;
 }
 
 char unescaped(char c) {
@@ -157,6 +162,24 @@ const char* skip_literal(const char* p, const char* end, std::string_view litera
   return p + literal.size();
 }
 
+const char* decode_escape(const char* p, const char* end, char* text, size_t& size) {
+  if (p[1] != 'u') {
+    text[size++] = unescaped(p[1]);
+    return p + 2;
+  }
+  uint32_t point = escaped_unit(p);
+  p += 6;
+  if (point >= 0xd800 && point < 0xdc00 && end - p >= 6 && p[0] == '\\' && p[1] == 'u') {
+    const uint32_t low = escaped_unit(p);
+    if (low >= 0xdc00 && low < 0xe000) {
+      point = 0x10000 + ((point - 0xd800) << 10) + (low - 0xdc00);
+      p += 6;
+    }
+  }
+  size += put_utf8(text + size, point);
+  return p;
+}
+
 std::string decoded_string(std::string_view inner) {
   std::string text;
   text.reserve(inner.size());
@@ -165,22 +188,10 @@ std::string decoded_string(std::string_view inner) {
     const auto* backslash = static_cast<const char*>(std::memchr(p, '\\', static_cast<size_t>(end - p)));
     text.append(p, backslash == nullptr ? end : backslash);
     if (backslash == nullptr) break;
-    p = backslash;
-    if (p[1] != 'u') {
-      text.push_back(unescaped(p[1]));
-      p += 2;
-      continue;
-    }
-    uint32_t point = escaped_unit(p);
-    p += 6;
-    if (point >= 0xd800 && point < 0xdc00 && end - p >= 6 && p[0] == '\\' && p[1] == 'u') {
-      const uint32_t low = escaped_unit(p);
-      if (low >= 0xdc00 && low < 0xe000) {
-        point = 0x10000 + ((point - 0xd800) << 10) + (low - 0xdc00);
-        p += 6;
-      }
-    }
-    append_utf8(text, point);
+    char escaped[kEscapedBytesMax];
+    size_t size = 0;
+    p = decode_escape(backslash, end, escaped, size);
+    text.append(escaped, size);
   }
   return text;
 }

@@ -27,6 +27,11 @@ const char* skip_string(const char* p, const char* end, JsonFault& fault, bool& 
 const char* skip_number(const char* p, const char* end, JsonFault& fault);
 const char* skip_literal(const char* p, const char* end, std::string_view literal, JsonFault& fault);
 
+constexpr size_t kEscapedBytesMax = 4;
+// `p` is at the backslash of a valid escape. Adds to `text`, which has `size` bytes, what it means, and returns the place after it,
+// which is after both halves of a pair of surrogates. At most kEscapedBytesMax bytes, as decoded_string has them.
+const char* decode_escape(const char* p, const char* end, char* text, size_t& size);
+
 // What a valid string means; `inner` has no quotes. UTF-8, but for escaped surrogates without a partner, which are encoded as UTF-8
 // would encode them (Python's "surrogatepass").
 std::string decoded_string(std::string_view inner);

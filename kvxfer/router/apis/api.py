@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvxfer.openai import scanner
+from kvxfer.router.apis import roots
 from kvxfer.router.apis.style import StreamStyle
 
 PROMPTS = ("prompt", "prompt_embeds", "messages", "input", "text", "input_ids", "input_embeds")
@@ -25,7 +26,8 @@ DIALECTS_LOOK_AT = (
 ADAPTER = "lora_path"
 """SGLang's: names an adapter, beside the model."""
 
-FIELDS = scanner.Fields(["model", "stream", *PROMPTS, *LIMITS, *MANY, *BESIDE, *DIALECTS_LOOK_AT, ADAPTER])
+_LOOKED_AT = ["model", "stream", *PROMPTS, *LIMITS, *MANY, *BESIDE, *DIALECTS_LOOK_AT, ADAPTER, *roots.MEMBERS]
+FIELDS = scanner.Fields(list(dict.fromkeys(_LOOKED_AT)))
 """One table for all routes: what the router and the dialects look at in a client's body."""
 NESTED = scanner.Fields(["n", "max_new_tokens", "beam_width"])
 """What they look at in ``sampling_params`` of SGLang's ``/generate``."""
