@@ -171,7 +171,7 @@ def test_both_ways_at_once_between_two_processes(striped: Make, lane: str) -> No
     if lane == "stream":
         moved = moved_over_tcp()
         assert len(moved) == STRIPES
-        # A connection that comes late carries a part of one only: more than half of its even share says that each took part.
+        # A connection that comes late carries a part of one only: more than half of an even share is a part.
         assert min(map(min, moved)) > SIZE // STRIPES // 2, "each carries a part"
     assert near.wait_idle() == remote.wait_idle() == ""
     assert pair.proxy.carried("from") == pair.proxy.carried("to") == {}
