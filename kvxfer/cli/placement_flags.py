@@ -10,16 +10,26 @@ import re
 
 from kvxfer.errors import ConfigError
 
-NAMES = ("local_prefill", "min_remote_prefill_tokens", "on_prefill_failure", "recompute_per_s")
+NAMES = (
+    "local_prefill",
+    "policy",
+    "part_prefixes",
+    "min_remote_prefill_tokens",
+    "on_prefill_failure",
+    "recompute_per_s",
+)
 
 
 def read(text: str) -> dict[str, str]:
-    """Fields of RouterOptions with their values: ``local-prefill=off min-remote-prefill-tokens=256``, with ``+`` or
-    spaces between them; empty and ``default``: none. Raises ConfigError for a setting that decides no placement. A bad
-    value is the router's to refuse."""
+    """Fields of RouterOptions with their values: ``seconds``, which is ``policy=seconds``, or ``local-prefill=off
+    min-remote-prefill-tokens=256``, with ``+`` or spaces between them; empty and ``default``: none. Raises ConfigError
+    for a setting that decides no placement. A bad value is the router's to refuse."""
     found: dict[str, str] = {}
     for word in re.split(r"[ +]+", text.strip()):
         if word in ("", "default"):
+            continue
+        if word in _policies():
+            found["policy"] = word
             continue
         name, equals, value = word.partition("=")
         field = name.replace("-", "_")
@@ -30,9 +40,14 @@ def read(text: str) -> dict[str, str]:
     return found
 
 
+def _policies() -> tuple[str, ...]:
+    from kvxfer.router.options import POLICIES
+
+    return POLICIES
+
+
 def _names() -> list[str]:
-    """NAMES, and ``policy`` and what begins so where the router has such settings."""
+    """NAMES, in the order of the router's settings."""
     from kvxfer.router.options import RouterOptions
 
-    fields = [field.name for field in dataclasses.fields(RouterOptions)]
-    return [name for name in fields if name in NAMES or name.startswith(("policy", "placement"))]
+    return [field.name for field in dataclasses.fields(RouterOptions) if field.name in NAMES]

@@ -13,7 +13,7 @@ from kvxfer.policy.candidates import Candidate, have_equal_pools
 from kvxfer.policy.place import Placement
 from kvxfer.policy.prefixes import FACTS_MAX, NO_CHAIN, Chain, Prefixes
 from kvxfer.policy.scores import LEAST_LOADED, Random, RoundRobin, Scores, distance
-from kvxfer.policy.seconds import PromptFacts, Estimate, Seconds
+from kvxfer.policy.seconds import Estimate, PromptFacts, Seconds
 from kvxfer.policy.times import LinkKind, Times
 from kvxfer.types import AgentRef
 
@@ -32,14 +32,19 @@ class Policy(enum.StrEnum):
 
 
 class Prompt:
-    """One request as it is placed, retries included. ``tokens``: exact, or 0 where only the chain's size is known."""
+    """One request as it is placed, retries included. ``tokens``: exact, or 0 where only the ``text`` is known: its
+    bytes, without what is no text. ``is_heard``: whether its first token is seen when it comes."""
 
-    __slots__ = ("chain", "facts", "model", "tokens")
+    __slots__ = ("chain", "facts", "is_heard", "model", "text", "tokens")
 
-    def __init__(self, model: str, tokens: float, chain: Chain = NO_CHAIN) -> None:
+    def __init__(
+        self, model: str, tokens: float, text: float = 0.0, chain: Chain = NO_CHAIN, *, is_heard: bool = True
+    ) -> None:
         self.model = model
         self.tokens = tokens
+        self.text = text
         self.chain = chain
+        self.is_heard = is_heard
         self.facts: PromptFacts | None = None
         """As it was weighed last."""
 
@@ -73,9 +78,8 @@ class Chooser:
 
     def facts(self, prompt: Prompt) -> PromptFacts:
         """What is known of a request's size, and of where its beginning is."""
-        per_token = self.times.model(prompt.model).bytes_per_token
         chain = prompt.chain
-        tokens = prompt.tokens or max(1.0, chain.size / per_token)
+        tokens = prompt.tokens or max(1.0, prompt.text / self.times.model(prompt.model).bytes_per_token)
         if not chain.keys:
             return PromptFacts(prompt.model, tokens)
         held = self.prefixes.held(chain)
@@ -117,9 +121,14 @@ class Choice:
     """Until the first token, as it was estimated at the choice; None where nothing was known."""
     presumed: float = 0.0
     """Tokens of the prompt that were presumed in the cache of the worker that computes it."""
+    began_s: float = 0.0
+    """When it was made."""
 
     def prefilled(self, now_s: float, *, tokens: int | None, cached: int | None) -> None:
         """P is done; ``tokens`` and ``cached``: what it says of the prompt, and of its cache. None: it does not say."""
+
+    def handed_on(self, now_s: float) -> None:
+        """P was done before this attempt."""
 
     def first_token(self, now_s: float) -> None:
         """D began its answer."""
@@ -140,7 +149,7 @@ class LearntChoice(Choice):
     __slots__ = (
         *("_facts", "_chooser", "_computer", "_computer_ref", "_crowd", "_decoder", "_destination", "_first_s"),
         *("_is_answered", "_is_equal", "_is_over", "_number", "_prefilled_s", "_prompt", "_reserved", "_source"),
-        *("predicted_s", "presumed"),
+        *("began_s", "predicted_s", "presumed"),
     )
 
     def __init__(
@@ -155,6 +164,7 @@ class LearntChoice(Choice):
     ) -> None:
         self._chooser, self._number, self._facts, self._prompt = chooser, number, facts, prompt
         self._source, self._destination = source, destination
+        self.began_s = now_s
         self._computer_ref = (source or destination).member.ref
         """The worker that computes the prompt."""
         self._is_equal = source is None or have_equal_pools(source.member, destination.member)
@@ -172,7 +182,8 @@ class LearntChoice(Choice):
         if model.curve is not None:
             self.predicted_s = estimate.wait_s + estimate.compute_s + between_s + seconds.room_s(destination)
         self.presumed = estimate.held
-        self._computer.line.add(number, estimate.compute_s, now_s, model.mean_s)
+        is_heard = source is not None or prompt.is_heard
+        self._computer.line.add(number if is_heard else None, estimate.compute_s, now_s, model.mean_s)
         self._crowd = float(self._decoder.decoding)
         self._reserved = facts.tokens + model.answer_tokens
         self._decoder.decoding += 1
@@ -206,11 +217,14 @@ class LearntChoice(Choice):
         self._prefilled_s = now_s
         self._computed(now_s, tokens, cached)
 
+    def handed_on(self, now_s: float) -> None:
+        self._computer.line.lost(self._number, now_s)
+
     def _computed(self, now_s: float, tokens: int | None, cached: int | None) -> None:
         times, chain = self._chooser.times, self._prompt.chain
         whole = float(tokens) if tokens else self._facts.tokens
         if tokens:
-            times.model(self._facts.model).counted(chain.size, tokens)
+            times.model(self._facts.model).counted(self._prompt.text, tokens)
         presumed = min(self._facts.held.get(self._computer_ref, 0.0), whole - 1.0)
         said = presumed if cached is None else min(float(cached), whole - 1.0)
         if cached is not None and self._computer.is_believed:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 MEMORY_ROWS = 256
 """Rows after which a row counts for 1/e of a new one: an engine that was changed is followed within so many prompts."""
+PRIOR_ROWS = 0.25
+"""Rows that a curve's lesser parts must be worth: any number above 0 tells prompts of one length apart from an overhead."""
 FACTOR_MEMORY = 16
 """Measurements of one worker that its factor remembers: enough that one late answer does not move it by a tenth."""
 OUTLIER = 8.0
@@ -51,6 +53,7 @@ class CurveFit:
     def __init__(self) -> None:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
+        self._weight = 0.0
         self.rows = 0
         self._curve: Curve | None = None
 
@@ -68,6 +71,7 @@ class CurveFit:
             self._targets[i] = self._targets[i] * keep + left
             for j, right in enumerate(row):
                 self._products[i][j] = self._products[i][j] * keep + left * right
+        self._weight = self._weight * keep + 1.0
         self.rows += 1
         self._curve = None
 
@@ -79,14 +83,15 @@ class CurveFit:
         return self._curve
 
     def _fitted(self) -> Curve:
-        """Of all choices of parts the one with the least error whose parts are all positive. A part needs a row more
-        than there are parts: two rows are no curve with three."""
+        """Of all choices of parts the one with the least error whose parts are all positive. Against ``a`` and ``c``
+        stand PRIOR_ROWS that say 0: where all prompts are of one length, the time is that of the tokens."""
+        products = [list(row) for row in self._products]
+        for part in (0, 2):
+            products[part][part] *= 1.0 + PRIOR_ROWS / self._weight
         best, least = (0.0, 0.0, 0.0), math.inf
-        for size in range(1, min(3, max(1, self.rows - 1)) + 1):
+        for size in range(1, 4):
             for parts in itertools.combinations(range(3), size):
-                if size == 1 and parts != (1,) and self.rows < 3:
-                    continue
-                values = _solved(self._products, self._targets, parts)
+                values = _solved(products, self._targets, parts)
                 if values is None or min(values) < 0:
                     continue
                 error = -sum(value * self._targets[part] for value, part in zip(values, parts, strict=True))

@@ -30,7 +30,7 @@ class DisaggDecision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DisaggOptions:
-    """``min_remote_prefill_tokens``: prompts shorter than this are computed where they are decoded; 0 means never."""
+    """``min_remote_prefill_tokens``: prompts shorter than this are computed where they are decoded; 0 or less: none."""
 
     min_remote_prefill_tokens: int = 0
 

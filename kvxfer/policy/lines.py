@@ -46,7 +46,17 @@ class Measured(NamedTuple):
 class Line:
     """Of one worker. Times are seconds of the caller's clock."""
 
-    __slots__ = ("_arrivals", "_arrived_s", "_first_s", "_presumed", "_said", "_since_s", "_total_s", "_works")
+    __slots__ = (
+        "_arrivals",
+        "_arrived_s",
+        "_first_s",
+        "_presumed",
+        "_said",
+        "_since_s",
+        "_total_s",
+        "_unheard_s",
+        "_works",
+    )
 
     def __init__(self) -> None:
         self._works: dict[int, float] = {}
@@ -58,23 +68,28 @@ class Line:
         """When the busy period began that is being measured."""
         self._said = self._presumed = NO_AMOUNT
         """Of those that ended in this busy period."""
+        self._unheard_s = 0.0
+        """Until when it computes those whose end is not heard."""
         self._arrivals = 0.0
         self._arrived_s = 0.0
 
     def __len__(self) -> int:
         return len(self._works)
 
-    def add(self, number: int, seconds: float, now_s: float, mean_s: float) -> None:
+    def add(self, number: int | None, seconds: float, now_s: float, mean_s: float) -> None:
         """One more came, of which ``seconds`` are expected. ``mean_s``: those of a prompt of this kind on the average,
-        0 where none is known."""
+        0 where none is known. ``number`` is None where its end will not be heard: it is over when its time is."""
+        self._arrivals = self._arrivals * self._kept(now_s, mean_s) + 1.0
+        self._arrived_s = now_s
+        if number is None:
+            self._unheard_s = max(now_s, self._unheard_s) + seconds
+            return
         if not self._works:
             self._first_s = now_s
             self._begin_period(now_s)
             self._total_s = 0.0  # not what rounding left
         self._works[number] = seconds
         self._total_s += seconds
-        self._arrivals = self._arrivals * self._kept(now_s, mean_s) + 1.0
-        self._arrived_s = now_s
 
     def _kept(self, now_s: float, mean_s: float) -> float:
         span_s = WINDOW * mean_s
@@ -86,10 +101,11 @@ class Line:
 
     def wait_s(self, now_s: float) -> float:
         """Until all that came are computed. The first counts for less the longer it is under way."""
+        unheard_s = max(0.0, self._unheard_s - now_s)
         if not self._works:
-            return 0.0
+            return unheard_s
         first = next(iter(self._works.values()))
-        return max(0.0, self._total_s - min(max(0.0, now_s - self._first_s), first))
+        return unheard_s + max(0.0, self._total_s - min(max(0.0, now_s - self._first_s), first))
 
     def ended(self, number: int, tokens: float, said: float, presumed: float, now_s: float) -> Measured | None:
         """One of ``tokens`` was computed, of which by the worker's words ``said`` were in its cache, and ``presumed``

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvxfer.openai.sse import CONTENT_TYPE, Event
 from kvxfer.openai.transfer_params import Part
+from kvxfer.policy.chooser import Choice
 from kvxfer.policy.place import Placement
 from kvxfer.router import failure
 from kvxfer.router.answer import ClientAnswer
@@ -74,12 +75,14 @@ class Attempt:
         record: RequestRecord,
         *,
         timeout_s: float,
+        choice: Choice,
         handover: Handover | None = None,
     ) -> None:
         self._core = core
         self._inbound = inbound
         self._answer = answer
         self._placement = placement
+        self._choice = choice
         self._record = record
         self._number = record.attempts
         self._decode = core.workers.worker(placement.decode.ref)
@@ -141,6 +144,7 @@ class Attempt:
             self._answer.count_relayed()
             if self._prefill is not None and self._merger.account:
                 self._core.history.transferred(self._prefill.agent_id, self._decode.agent_id, self._merger.account)
+            self._choice.over(self._core.now())
             self._answer.on_client_gone(None)
             self._answer.unthrottle()
             self._release(Part.DECODE)
@@ -214,6 +218,8 @@ class Attempt:
             if isinstance(ended, Failure):
                 self.failed_part = Part.PREFILL
                 raise LegFailed(ended)
+        if self._was_handed_over:
+            self._choice.handed_on(self._core.now())
         self._held.begin()
         self._release(Part.PREFILL)
         return self._dialect.decode_leg(self._for_decode, self._pair, self.handover)
@@ -279,6 +285,7 @@ class Attempt:
             self._answer.write(self._answer.account_comment() + inbound.api.style.LAST)
         self._answer.end()
         if relay.error is None:
+            self._choice.answered(self._core.now())
             return RequestOutcome.OK
         self._note(Part.DECODE, self._decode, relay.error)
         return RequestOutcome.BROKEN_STREAM
@@ -288,6 +295,9 @@ class Attempt:
         self._claims[Part.DECODE].succeeded()
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
+        self._choice.first_token(now_s)
+        if self._choice.predicted_s is not None:
+            self._core.metrics.estimated(self._choice.predicted_s, now_s - self._choice.began_s)
         self._core.metrics.first_byte(self._record.prefill_at, now_s - self._inbound.arrived_s)
         self._core.history.first_byte(now_s, now_s - self._inbound.arrived_s)
         self._answer.begin_stream(self._record.head())
@@ -323,6 +333,7 @@ class Attempt:
             await self._hear_prefill()
             content = self._merger.body(content, self._account(), self._prefilled())
         self._hear_workers()
+        self._choice.answered(self._core.now())
         self._answer.json(200, content, self._record.head())
         self._pair_worked()
         return RequestOutcome.OK
@@ -369,7 +380,11 @@ class Attempt:
             ended = failure.of_handover(error)
         else:
             self._claims[Part.PREFILL].succeeded()
-            return self._dialect.prefilled(answer)
+            said = self._dialect.prefilled(answer)
+            self._choice.prefilled(self._core.now(), tokens=said.prompt_tokens, cached=said.cached_tokens)
+            if said.prompt_tokens and said.cached_tokens is not None:
+                self._core.metrics.cached(said.prompt_tokens, self._choice.presumed, said.cached_tokens)
+            return said
         self._note(Part.PREFILL, worker, ended)
         return ended
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvxfer.openai.chains import SECRET_BYTES, Secret
 from kvxfer.policy.budget import Budget
+from kvxfer.policy.chooser import Chooser, Policy
 from kvxfer.router.engine_names import EngineNames
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.fleet.workers import Workers
@@ -19,6 +22,7 @@ from kvxfer.router.headers import check_passed
 from kvxfer.router.history import History
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
+from kvxfer.router.prompt_keys import PromptKeys
 from kvxfer.router.responses import KeptResponses
 from kvxfer.router.tasks import cancel_all
 from kvxfer.router.tracing import Tracer
@@ -49,6 +53,10 @@ class RouterCore:
         """None where no spans are exported."""
         self.history = History()
         self.now = now
+        self.chooser = Chooser(Policy(options.policy), weighs_alone=options.min_remote_prefill_tokens < 0)
+        workers.on_left = self.chooser.forget
+        self.prompt_keys = PromptKeys(Secret(os.urandom(SECRET_BYTES))) if self.chooser.learns else None
+        """Where the policy knows prompts by their keys. The secret is this process's own."""
         self.retries = Budget(share=options.retry_share, floor_per_s=options.retry_floor_per_s)
         """Of all requests: each earns ``retry_share`` of a retry."""
         self.recomputes: dict[str, Budget] = {}

@@ -19,7 +19,8 @@ from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Need
-from kvxfer.policy.disagg import DisaggOptions, PrefillAt, decide_prefill
+from kvxfer.policy.chooser import Choice, Prompt
+from kvxfer.policy.disagg import CHARS_PER_TOKEN, DisaggOptions, PrefillAt, decide_prefill
 from kvxfer.policy.place import Placement, PlaceReason, Sizes, place
 from kvxfer.router import failure
 from kvxfer.router.answer import ClientAnswer
@@ -31,6 +32,7 @@ from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.keepalive import keeping_alive
 from kvxfer.router.metrics import RequestOutcome
+from kvxfer.router.prompt_keys import THREAD_BYTES
 from kvxfer.router.record import RequestRecord
 from kvxfer.router.responses import PREVIOUS, keeper_of, previous
 from kvxfer.types import AgentRef
@@ -85,7 +87,7 @@ class Dispatcher:
         inbound = self._with_model(inbound)
         record.model = inbound.model
         core = self._core
-        course = _Course(*inbound.needs(), keeper=self._keeper(inbound, record))
+        course = _Course(*inbound.needs(), await self._prompt(inbound, record), keeper=self._keeper(inbound, record))
         core.retries.earn()
         attempt: Attempt | None = None
         try:
@@ -114,6 +116,7 @@ class Dispatcher:
                     answer,
                     placement,
                     record,
+                    choice=self._begun(course, placement),
                     timeout_s=max(0.001, round(timeout_s, 3)),
                     handover=course.handover,
                 )
@@ -133,6 +136,27 @@ class Dispatcher:
         if last.is_final or last.is_of_size:
             return RequestOutcome.CLIENT_ERROR
         return RequestOutcome.UNAVAILABLE if last.status == failure.UNAVAILABLE else RequestOutcome.FAILED
+
+    async def _prompt(self, inbound: Inbound, record: RequestRecord) -> Prompt:
+        """What the policy knows the prompt by. That of a large body is found beside the loop."""
+        tokens, is_exact = inbound.prompt_tokens()
+        size = (float(tokens) if is_exact else 0.0, float(tokens * CHARS_PER_TOKEN))
+        keys, is_heard = self._core.prompt_keys, inbound.stream
+        if keys is None or not inbound.is_one_sequence or not inbound.api.generates:
+            return Prompt(inbound.model, *size, is_heard=is_heard)
+        tenant = record.owner if self._core.options.part_prefixes else b""
+        if len(inbound.body) <= THREAD_BYTES:
+            chain = keys.keys_of(inbound, tenant=tenant)
+        else:
+            chain = await asyncio.to_thread(keys.keys_of, inbound, tenant=tenant)
+        return Prompt(inbound.model, *size, chain, is_heard=is_heard)
+
+    def _begun(self, course: _Course, placement: Placement) -> Choice:
+        """The policy hears of the choice before another is made."""
+        workers, prefill = self._core.workers, placement.prefill
+        source = None if prefill is None else workers.candidate(prefill.ref)
+        destination = workers.candidate(placement.decode.ref)
+        return self._core.chooser.chosen(course.prompt, placement, source, destination, self._core.now())
 
     def _keeper(self, inbound: Inbound, record: RequestRecord) -> AgentRef | None:
         """The only worker that can answer, where the request goes on from a Response. Raises RequestError."""
@@ -241,6 +265,7 @@ class Dispatcher:
             candidates,
             model=inbound.model,
             tie_break=self._tie_break(),
+            scores=self._core.chooser.scores(course.prompt, self._core.now()),
             sizes=course.sizes(),
             wants_remote_prefill=splits,
             allows_local_prefill=self._core.options.allows_local_prefill,
@@ -258,6 +283,7 @@ class _Course:
 
     need: Need
     likely: Need
+    prompt: Prompt
     keeper: AgentRef | None = None
     """The only one that can answer, as it keeps the Response that the request goes on from."""
     failures: int = 0

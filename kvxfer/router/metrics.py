@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvxfer.openai.transfer_params import Part
 from kvxfer.router.fleet.workers import Workers
 
+ERROR_BUCKETS = (-0.8, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 4.0)
 TTFT_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 320.0, 640.0),
@@ -158,6 +159,18 @@ class RouterMetrics:
             "kvxfer_router_traces", "Requests whose spans were to be exported", ("result",), registry=registry
         )
         self.placements = Counter("kvxfer_router_placements", "Pairs chosen, by reason", ("reason",), registry=registry)
+        self.prompt_tokens = Counter(
+            "kvxfer_router_prompt_tokens",
+            "Tokens of prompts whose worker told of its cache: all of them, those presumed there, those that were",
+            ("which",),
+            registry=registry,
+        )
+        self.ttft_error = Histogram(
+            "kvxfer_router_ttft_error_ratio",
+            "Estimated time to the first token, less the measured one, as a part of the measured one",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
         self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=registry)
         self.retries_refused = Counter(
             "kvxfer_router_retries_refused", "New attempts that the budget of retries did not allow", registry=registry
@@ -209,6 +222,7 @@ class RouterMetrics:
         self._ttft = functools.cache(self.ttft.labels)
         self._request_bytes = functools.cache(self.request_bytes.labels)
         self._answer_bytes = functools.cache(self.answer_bytes.labels)
+        self._prompt_tokens = functools.cache(self.prompt_tokens.labels)
         self._placed = functools.cache(self.placements.labels)
         self._key_ended = functools.cache(lambda key, outcome: self.key_requests.labels(key, outcome))
         self._key_inflight = functools.cache(self.key_inflight.labels)
@@ -230,6 +244,16 @@ class RouterMetrics:
     def first_byte(self, prefill: str, seconds: float) -> None:
         """The first event with some of the answer went out."""
         self._ttft(prefill).observe(seconds)
+
+    def estimated(self, estimate_s: float, measured_s: float) -> None:
+        """A first token came after ``measured_s`` since the choice, at which ``estimate_s`` were estimated."""
+        if measured_s > 0:
+            self.ttft_error.observe((estimate_s - measured_s) / measured_s)
+
+    def cached(self, prompt: float, presumed: float, cached: float) -> None:
+        """A worker said how many tokens of a prompt it had cached."""
+        for which, tokens in (("all", prompt), ("presumed", presumed), ("cached", cached)):
+            self._prompt_tokens(which).inc(tokens)
 
     def placed(self, reason: str) -> None:
         self._placed(reason).inc()

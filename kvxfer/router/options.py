@@ -7,6 +7,7 @@ from typing import Any
 
 from kvxfer.config import check_addresses, check_coordinator_files, check_positive, is_loopback
 from kvxfer.errors import ConfigError
+from kvxfer.policy.chooser import Policy
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.cors import Cors
 from kvxfer.router.headers import check_passed
@@ -15,6 +16,7 @@ from kvxfer.serving.limits import ServingLimits
 
 DIALECTS = ("vllm", "vllm-mooncake", "vllm-kvxfer", "sglang", "kvxfer")
 LOCAL_PREFILL = ("on", "off")
+POLICIES = tuple(policy.value for policy in Policy)
 PROCESSES_MAX = 64
 PREFILL_FAILURE = ("leave", "redispatch")
 WORKER_NAMES = ("hosts", "identities")
@@ -62,7 +64,17 @@ class RouterOptions(ServingLimits):
     local_prefill: str = _option(
         "on", "on: a decode worker may compute the prompt itself; off: answer 503 instead", LOCAL_PREFILL
     )
-    min_remote_prefill_tokens: int = _option(0, "prompts shorter than this are computed where they are decoded")
+    policy: str = _option(
+        "least-loaded",
+        "how workers are chosen: seconds weighs prefixes, queues and transfers by times that it learns",
+        POLICIES,
+    )
+    part_prefixes: bool = _option(
+        False, "holders of different API keys share no prefix in the router's eyes; for engines that salt by tenant"
+    )
+    min_remote_prefill_tokens: int = _option(
+        -1, "prompts shorter than this are computed where they are decoded; -1: as --policy finds it cheaper"
+    )
     on_prefill_failure: str = _option(
         "leave", "leave: the decode worker recomputes by itself; redispatch: start again elsewhere", PREFILL_FAILURE
     )
@@ -154,8 +166,10 @@ class RouterOptions(ServingLimits):
             raise ConfigError(f"worker_names must be one of {', '.join(WORKER_NAMES)}, not {self.worker_names!r}")
         if self.worker_names == "identities" and not (self.worker_ca_file and self.worker_cert_file):
             raise ConfigError("worker_names identities needs worker_ca_file and worker_cert_file")
-        if self.min_remote_prefill_tokens < 0:
-            raise ConfigError(f"min_remote_prefill_tokens must be 0 or more, not {self.min_remote_prefill_tokens}")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.min_remote_prefill_tokens < -1:
+            raise ConfigError(f"min_remote_prefill_tokens must be -1 or more, not {self.min_remote_prefill_tokens}")
         for name in (
             *("request_timeout_s", "send_timeout_s", "first_byte_timeout_s", "token_timeout_s"),
             *("eject_base_s", "eject_cap_s", "slow_start_s", "probe_s"),

@@ -124,7 +124,7 @@ class World:
 
     def _arrive(self, request: Request, now_s: float) -> None:
         candidates = {ref: engine.candidate() for ref, engine in self.engines.items()}
-        prompt = Prompt("m", 0.0, request.chain)
+        prompt = Prompt("m", 0.0, request.chain.size, request.chain)
         scores = self.chooser.scores(prompt, now_s)
         placed = place(candidates.values(), model="m", tie_break=self.draw.getrandbits(60), scores=scores)
         decode = self.engines[placed.decode.ref]

@@ -26,7 +26,7 @@ def fitted(curve: Curve, rows: int, *, noise: float = 0.0, seed: int = 0, scale:
 
 @given(CURVES, st.integers(0, 1000))
 def test_a_curve_is_found_again(curve: Curve, seed: int) -> None:
-    found = fitted(curve, 60, seed=seed).curve
+    found = fitted(curve, 200, seed=seed).curve
     assert found is not None
     for new, held in ((10, 0), (1000, 0), (8000, 0), (500, 30000)):
         assert found.seconds(new, held) == pytest.approx(curve.seconds(new, held), rel=0.02)
@@ -56,6 +56,15 @@ def test_a_curve_before_and_after_its_first_row() -> None:
     assert fit.curve is None
     fit.add(1.0, 1000.0, attended(1000.0, 0.0), 0.5)
     assert fit.curve == pytest.approx(Curve(0.0, 0.0005, 0.0))
+
+
+def test_prompts_of_one_length_take_the_time_of_their_tokens() -> None:
+    fit, draw = CurveFit(), random.Random(1)
+    for _ in range(50):
+        fit.add(1.0, 2048.0, attended(2048.0, 0.0), 0.2 * math.exp(draw.gauss(0, 0.05)))
+    assert fit.curve is not None
+    assert fit.curve.seconds(2048.0) == pytest.approx(0.2, rel=0.05)
+    assert fit.curve.seconds(20.0, 2028.0) < 0.01
 
 
 def test_a_stopped_process_is_one_row_like_any_other() -> None:

@@ -27,6 +27,18 @@ def test_the_wait_is_that_of_those_before_and_shrinks_while_the_first_is_compute
     assert len(line) == 0
 
 
+def test_what_is_not_heard_is_over_when_its_time_is() -> None:
+    line = Line()
+    line.add(None, 2.0, 10.0, 1.0)
+    line.add(None, 1.0, 10.5, 1.0)
+    line.add(1, 4.0, 11.0, 1.0)
+    assert line.wait_s(11.0) == 2.0 + 4.0
+    assert line.wait_s(13.5) == 1.5
+    line.add(None, 1.0, 20.0, 1.0)
+    assert line.ended(1, 10, 0, 0, 20.0) == Measured(Amount(1, 10, 50.0), Amount(1, 10, 50.0), 9.0)
+    assert line.wait_s(20.25) == 0.75
+
+
 def test_a_busy_period_is_one_measurement() -> None:
     line = Line()
     line.add(1, 1.0, 0.0, 1.0)

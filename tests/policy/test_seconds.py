@@ -64,7 +64,7 @@ def test_it_is_the_least_of_all_pairs_and_of_all_that_decode_alone(seed: int) ->
     for engine in world.engines.values():
         times.worker(engine.ref).line.add(1 << 30, draw.uniform(0, 1), 1e3, 0.1)
         engine.decoding = draw.randrange(4)
-    prompt = Prompt("m", 0.0, draw.choice(sessions(4, 5, 20.0, seed)).chain)
+    prompt = Prompt("m", 0.0, (chain := draw.choice(sessions(4, 5, 20.0, seed)).chain).size, chain)
     scores = Seconds(times, world.chooser.facts(prompt), 1e3)
     candidates = [engine.candidate() for engine in world.engines.values()]
     sources = [one for one in candidates if one.member.info.role is Role.PREFILL]
@@ -193,7 +193,7 @@ def test_a_lost_worker_is_forgotten_and_its_requests_end_quietly() -> None:
     engines = cluster(2, 1)
     chooser = Chooser(Policy.SECONDS)
     candidates = [engine.candidate() for engine in engines]
-    prompt = Prompt("m", 100.0, Request(0.0, ("a", "b")).chain)
+    prompt = Prompt("m", 100.0, 400.0, Request(0.0, ("a", "b")).chain)
     placed = place(candidates, model="m", tie_break=0, scores=chooser.scores(prompt, 0.0))
     source = next(one for one in candidates if placed.prefill is one.member)
     choice = chooser.chosen(prompt, placed, source, candidates[2], 0.0)

@@ -66,7 +66,7 @@ def test_headers_are_kept_only_where_they_make_sense() -> None:
         {"port": 70000},
         {"local_prefill": "maybe"},
         {"on_prefill_failure": "panic"},
-        {"min_remote_prefill_tokens": -1},
+        {"min_remote_prefill_tokens": -2},
         {"max_inflight": 0},
         {"attempts_max": 0},
         {"request_timeout_s": 0},

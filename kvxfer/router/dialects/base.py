@@ -44,6 +44,8 @@ _ANSWER_FIELDS = scanner.Fields(["usage", "timings", "meta_info", PARAM])
 _REMOTE_CACHED = scanner.Fields(["remote_prefill_cached_tokens"])
 _PREFILL_TIMINGS = {"queue_s": "prefill_queue_s", "prefill_s": "prefill_s", "ended_unix_s": "prefill_ended_unix_s"}
 _SMALL_BYTES_MAX = 1 << 16
+COUNT_MAX = 1 << 40
+"""Of tokens; more is none."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -142,6 +144,7 @@ class Prefilled:
     cached_tokens: int | None = None
     """Prompt tokens that P's prefix cache held."""
     timings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prompt_tokens: int | None = None
 
     def account(self) -> dict[str, Any]:
         """P's timings and cache hits under the names they have in the account of the whole request."""
@@ -266,14 +269,22 @@ def read_prefilled(answer: bytes) -> Prefilled:
         return Prefilled()
     usage = _small_object(scan, "usage")
     details = usage.get("prompt_tokens_details")
-    counts = [
+    input_details, meta = usage.get("input_tokens_details"), _small_object(scan, "meta_info")
+    cached = _first_count(
         usage.get("cached_tokens"),
         details.get("cached_tokens") if isinstance(details, dict) else None,
+        input_details.get("cached_tokens") if isinstance(input_details, dict) else None,
+        usage.get("cache_read_input_tokens"),
         _remote_cached(scan),
-        _small_object(scan, "meta_info").get("cached_tokens"),
-    ]
-    cached = next((count for count in counts if type(count) is int and count >= 0), None)
-    return Prefilled(cached, _small_object(scan, "timings"))
+        meta.get("cached_tokens"),
+    )
+    tokens = _first_count(usage.get("prompt_tokens"), usage.get("input_tokens"), meta.get("prompt_tokens"))
+    return Prefilled(cached, _small_object(scan, "timings"), tokens)
+
+
+def _first_count(*said: Any) -> int | None:
+    """The first that is a count."""
+    return next((count for count in said if type(count) is int and 0 <= count <= COUNT_MAX), None)
 
 
 def _small_object(scan: Scan, name: str) -> dict[str, Any]:

@@ -7,20 +7,24 @@ worker, nor a socket.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, Self
 
-from kvxfer.errors import UsageError
+from kvxfer.errors import InvalidArgumentError, UsageError
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.candidates import Candidate, is_placeable
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.health import HealthState, WorkerHealth
 from kvxfer.policy.silence import WorkerSigns
+from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.fleet.board import InFlight
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad, load_of
 from kvxfer.router.fleet.worker import CLIPPING_DIALECTS, ENGINE_DIALECTS, PAIRED_DIALECTS, EngineDialect, Worker
 from kvxfer.types import AgentRef
+
+log = logging.getLogger("kvxfer.router")
 
 
 class WorkerEntry:
@@ -302,6 +306,21 @@ class WorkerHold:
         if entry is not None:
             entry.held -= 1
             self._on_change(entry)
+
+
+def is_barred(worker: Worker, allowed: HostList) -> bool:
+    """Whether its address is none that a request is sent to. Its source looked at it; no request follows one that is
+    wrong all the same."""
+    if not worker.url:
+        return False
+    try:
+        host = HttpUrl.parse("http_url", worker.url).host
+        if allowed and not allowed.allows(host):
+            raise InvalidArgumentError(f"http_url names the host {host}, which allow_http_host does not")
+    except InvalidArgumentError as error:
+        log.warning("a worker gets no requests", extra={"agent_id": worker.agent_id, "reason": str(error)})
+        return True
+    return False
 
 
 def weigh_suspicions(entries: Iterable[WorkerEntry], *, is_connected: bool) -> None:

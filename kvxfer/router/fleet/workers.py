@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvxfer.errors import InvalidArgumentError, LimitExceededError, NoWorkerError
+from kvxfer.errors import LimitExceededError, NoWorkerError
 from kvxfer.openai.transfer_params import Part
 from kvxfer.policy.candidates import Candidate
 from kvxfer.policy.health import (
@@ -27,9 +27,9 @@ from kvxfer.policy.health import (
 )
 from kvxfer.policy.pairs import Pair, PairOptions, PairTable, PairVerdict
 from kvxfer.policy.silence import WorkerSigns
-from kvxfer.protocol.http_url import HostList, HttpUrl
+from kvxfer.protocol.http_url import HostList
 from kvxfer.router.fleet.board import LoadBoard
-from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold, weigh_suspicions
+from kvxfer.router.fleet.entry import WorkerClaim, WorkerEntry, WorkerHold, is_barred, weigh_suspicions
 from kvxfer.router.fleet.facts import EngineIdentity, EngineLoad
 from kvxfer.router.fleet.members import workers_of
 from kvxfer.router.fleet.pools import EnginePools
@@ -84,6 +84,8 @@ class Workers:
         self.counters = FleetCounters()
         self.on_probe_due: Callable[[], None] | None = None
         """Called when a worker is to be probed sooner than usual."""
+        self.on_left: Callable[[AgentRef], None] | None = None
+        """Called with a worker that is gone for good."""
         self.on_change: Callable[[], None] | None = None
         """Called when something else than the requests in flight has changed."""
 
@@ -169,34 +171,18 @@ class Workers:
 
     def _entry(self, entry: WorkerEntry | None, worker: Worker) -> WorkerEntry:
         if entry is None:
-            entry = WorkerEntry(worker, self._new_health(worker))
-            entry.is_barred = self._is_barred(worker)
+            entry = WorkerEntry(worker, WorkerHealth(self._options))
+            entry.is_barred = is_barred(worker, self._allowed)
         elif entry.given != worker:
             is_moved = entry.given.url != worker.url
             entry.given = worker
             if is_moved:
-                entry.is_barred = self._is_barred(worker)
+                entry.is_barred = is_barred(worker, self._allowed)
         else:
             return entry
         entry.is_drained = worker.agent_id in self._drained
         entry.refresh()
         return entry
-
-    def _new_health(self, worker: Worker) -> WorkerHealth:
-        return WorkerHealth(self._options)
-
-    def _is_barred(self, worker: Worker) -> bool:
-        """Its source looked at the address; no request follows one that is wrong all the same."""
-        if not worker.url:
-            return False
-        try:
-            host = HttpUrl.parse("http_url", worker.url).host
-            if self._allowed and not self._allowed.allows(host):
-                raise InvalidArgumentError(f"http_url names the host {host}, which allow_http_host does not")
-        except InvalidArgumentError as error:
-            log.warning("a worker gets no requests", extra={"agent_id": worker.agent_id, "reason": str(error)})
-            return True
-        return False
 
     def _weigh_suspicions(self) -> None:
         weigh_suspicions(self._entries.values(), is_connected=self._is_connected is True)
@@ -205,6 +191,8 @@ class Workers:
     def _leave(self, entry: WorkerEntry) -> None:
         ref = entry.worker.ref
         self._pairs.forget(ref)
+        if self.on_left is not None:
+            self.on_left(ref)
         if not any(one.worker.agent_id == ref.agent_id for one in self._entries.values()):
             self.counters.forget(ref.agent_id)
         if entry.inflight:
@@ -230,6 +218,11 @@ class Workers:
         if self._has_unsteady:
             self._has_unsteady = not all(entry.health.is_steady for entry in self._offered)
         return kept
+
+    def candidate(self, ref: AgentRef) -> Candidate:
+        """One of them as it is now. Raises NoWorkerError where it is not known, or no longer."""
+        entry = self._known(ref)
+        return entry.kept or entry.candidate(self._now())
 
     def ejected_pairs(self) -> frozenset[Pair]:
         """The pairs that get no request now, for ``place``."""
