@@ -1,8 +1,15 @@
 """The KV blocks of an engine: which are free, which are used by sequences, and which hold a prefix that can be reused.
 
-Decides which block is taken next, and which cached prefix a prompt finds. A block that no sequence uses keeps its
-content until it is taken again, the least recently used first, as in vLLM. It must never know tokens, requests or time:
-a full block is named by a key of the caller's, which stands for the block's tokens and all tokens before them.
+Decides which block is taken next, and which cached prefix a prompt finds, as vLLM's block pool does:
+
+- A block that no sequence uses keeps its content until it is taken again. Blocks without a key hold nothing that can be
+  found, so they are taken first, the one that was given back last before all others (vLLM #42656). Then come blocks
+  with a key, the least recently used first, and of one sequence its last first.
+- Sequences that compute the same tokens at the same time store the same key in a block each. The copies stay: each one
+  is announced, and announced again when its block is taken. A prompt finds the key as long as one copy is left.
+
+It must never know tokens, requests or time: a full block is named by a key of the caller's, which stands for the
+block's tokens and all tokens before them.
 """
 
 from __future__ import annotations
@@ -16,7 +23,9 @@ from kvxfer.errors import InvalidArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class CacheChange:
-    """A key that the cache has from now on, or has no longer. ``parent`` is the key of the block before, if any."""
+    """One block that holds ``key`` from now on, or no longer. A key that several blocks hold has one change for each of
+    them: it is gone with the last. ``parent`` is the key of the block before, if any.
+    """
 
     key: int
     is_stored: bool
@@ -33,8 +42,12 @@ class PagedCache:
         self._uses = [0] * blocks
         self._keys: list[int | None] = [None] * blocks
         self._by_key: dict[int, int] = {}
+        """The block that a prompt finds: of several copies the one that was stored first."""
+        self._copies: dict[int, list[int]] = {}
+        """Other blocks with the same key, in the order in which they were stored."""
+        self._cached = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        """Blocks that no sequence uses; the next to be taken is first."""
+        """Blocks that no sequence uses; the next to be taken is first. All without a key are before all with one."""
         self._changes: list[CacheChange] | None = [] if records_changes else None
 
     @property
@@ -48,7 +61,12 @@ class PagedCache:
 
     @property
     def cached(self) -> int:
-        """Blocks that hold a prefix, used or not."""
+        """Blocks that hold a prefix, used or not, copies included."""
+        return self._cached
+
+    @property
+    def keys(self) -> int:
+        """Different keys that blocks hold."""
         return len(self._by_key)
 
     def match(self, keys: Iterable[int]) -> list[int]:
@@ -85,28 +103,42 @@ class PagedCache:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A sequence uses these blocks no longer. The last is the first to be taken again: its prefix is the longest,
-        so that the fewest prompts can reuse it.
+        """A sequence uses these blocks no longer. Those without a key are taken again before all others, and the last
+        of the sequence first. Those with a key are taken after all others, and also the last first: its prefix is the
+        longest, so that the fewest prompts can reuse it.
+
+        Raises InvalidArgumentError for a block that no sequence uses.
         """
+        keyless: list[int] = []
         for block in reversed(blocks):
             uses = self._uses[block] = self._uses[block] - 1
-            if not uses:
-                self._free[block] = None
-            elif uses < 0:
+            if uses < 0:
+                self._uses[block] = 0
                 raise InvalidArgumentError(f"block {block} was given back more often than it was taken")
+            if uses:
+                continue
+            self._free[block] = None
+            if self._keys[block] is None:
+                keyless.append(block)
+        for block in reversed(keyless):
+            self._free.move_to_end(block, last=False)
 
     def store(self, block: int, key: int, parent: int | None) -> None:
-        """``block``, which a sequence uses, is full and holds ``key``. A key that another block holds stays there."""
-        if self._keys[block] is not None or key in self._by_key:
+        """``block``, which a sequence uses, is full and holds ``key``, as other blocks may. A block that holds a key
+        already keeps that.
+        """
+        if self._keys[block] is not None:
             return
         self._keys[block] = key
-        self._by_key[key] = block
+        self._cached += 1
+        if self._by_key.setdefault(key, block) != block:
+            self._copies.setdefault(key, []).append(block)
         if self._changes is not None:
             self._changes.append(CacheChange(key, True, parent))
 
     def clear(self) -> None:
         """Forget every prefix. Used blocks stay used."""
-        for block in list(self._by_key.values()):
+        for block in range(self.blocks):
             self._forget(block)
 
     def drain_changes(self) -> list[CacheChange]:
@@ -118,11 +150,22 @@ class PagedCache:
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]
-        if key is not None:
-            self._keys[block] = None
+        if key is None:
+            return
+        self._keys[block] = None
+        self._cached -= 1
+        copies = self._copies.get(key)
+        if copies is None:
             del self._by_key[key]
-            if self._changes is not None:
-                self._changes.append(CacheChange(key, False))
+        else:
+            if self._by_key[key] == block:
+                self._by_key[key] = copies.pop(0)
+            else:
+                copies.remove(block)
+            if not copies:
+                del self._copies[key]
+        if self._changes is not None:
+            self._changes.append(CacheChange(key, False))
 
     def __repr__(self) -> str:
         return f"PagedCache(blocks={self.blocks}, used={self.used}, cached={self.cached})"

@@ -374,8 +374,9 @@ class StepModel(Generic[OwnerT]):
             sequence.blocks = shared + taken
             if not sequence.preemptions:
                 sequence.cached_tokens = min(computed, sequence.prompt_tokens)
-                self.counts.cache_queried += sequence.prompt_tokens
-                self.counts.cache_hit += sequence.cached_tokens
+                if self.limits.has_prefix_cache:
+                    self.counts.cache_queried += sequence.prompt_tokens
+                    self.counts.cache_hit += sequence.cached_tokens
         else:
             sequence.blocks += taken
         sequence.computed = computed

@@ -202,6 +202,40 @@ def test_cost_is_linear_and_refuses_what_is_no_duration() -> None:
         limits(blocks=0)
 
 
+def test_cached_prefixes_are_given_up_before_a_sequence_waits() -> None:
+    model: StepModel[str] = StepModel(limits(blocks=8))
+    model.add(sequence(16, key=1))
+    run(model)
+    assert (model.cache.cached, model.cache.used) == (4, 0)
+    running, waiting = sequence(20, 4, key=2), sequence(16, 1, key=3)
+    model.add(running)
+    model.add(waiting)
+    step = model.begin()
+    assert (step.work, model.waiting) == ([(running, 20)], 1)
+    assert len(model.cache.match([1000 + index for index in range(4)])) == 3
+    model.end(step)
+    run(model)
+    assert (waiting.phase, waiting.preemptions, model.counts.preemptions) == (StepPhase.ENDED, 0, 0)
+
+
+def test_nothing_is_looked_up_in_a_cache_that_is_off() -> None:
+    for has_cache, queried in ((False, 0), (True, 16)):
+        model: StepModel[str] = StepModel(limits(has_prefix_cache=has_cache))
+        model.add(sequence(16, key=1))
+        run(model)
+        assert model.counts.cache_queried == queried
+
+
+def test_two_that_compute_one_prompt_together_keep_two_copies() -> None:
+    model: StepModel[str] = StepModel(limits(), records_changes=True)
+    for _ in range(2):
+        model.add(sequence(16, key=1))
+    run(model)
+    changes = model.cache.drain_changes()
+    assert collections.Counter(change.key for change in changes) == dict.fromkeys(range(1000, 1004), 2)
+    assert (model.cache.cached, model.cache.keys) == (8, 4)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Calls in any order: blocks are never lost, shared wrongly, or left over."""
 
@@ -210,7 +244,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.model: StepModel[int] = StepModel(limits(token_budget=16, blocks=12, chunk_max=8), records_changes=True)
         self.all: list[StepSequence[int]] = []
         self.step = None
-        self.cached: set[int] = set()
+        self.cached: collections.Counter[int] = collections.Counter()
         self.idle = 0
 
     @rule(
@@ -265,11 +299,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.model.held_blocks == sum(len(one.blocks) for one in held)
         assert all(not one.blocks for one in self.all if one.phase is StepPhase.ENDED)
         for change in self.model.cache.drain_changes():
-            if change.is_stored:
-                self.cached.add(change.key)
-            else:
-                self.cached.remove(change.key)
-        assert len(self.cached) == self.model.cache.cached
+            self.cached[change.key] += 1 if change.is_stored else -1
+            assert self.cached[change.key] >= 0
+        assert self.cached.total() == self.model.cache.cached
+        assert len(+self.cached) == self.model.cache.keys
 
     def teardown(self) -> None:
         """Everything ends: each sequence gets all its tokens once loads come and holds are released."""
