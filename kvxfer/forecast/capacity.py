@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.forecast.cost import LinearCost
+from kvxfer.forecast.cost import LinearCost, attended_tokens
 from kvxfer.forecast.one_engine import EngineRequest, EngineRun, run_engine
 from kvxfer.forecast.step import StepLimits
 
@@ -70,7 +70,10 @@ def engine_capacity(
             shares[rate, count] = float(np.mean(is_good(served)[warmup:]))
         return shares[rate, count]
 
-    rate = 1 / max(cost.seconds(prompt, output, 0) + cost.step_s * (output - 1) for prompt, output in lengths)
+    rate = 1 / max(
+        cost.seconds(prompt, output, 0, attended_tokens(prompt, 0)) + cost.step_s * (output - 1)
+        for prompt, output in lengths
+    )
     low = high = rate
     for factor, count in zip(FACTORS, (max(REQUESTS_MIN, requests // 20), requests), strict=True):
         low, high = _bracket(lambda at, of: share(at, of) >= attainment, count, (low * high) ** 0.5, factor)

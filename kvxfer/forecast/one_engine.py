@@ -112,7 +112,9 @@ def run_engine(limits: StepLimits, cost: LinearCost, requests: Iterable[EngineRe
                 raise InvalidArgumentError(f"requests must be in the order of their arrival, not {arrival.arrival_s}")
         step = model.begin()
         if step.work:
-            seconds = cost.seconds(step.prefill_tokens, step.decode_sequences, step.context_tokens)
+            seconds = cost.seconds(
+                step.prefill_tokens, step.decode_sequences, step.context_tokens, step.prefill_context_tokens
+            )
             if not seconds > 0:
                 raise InvalidArgumentError("a step that computes something must take time")
             now_s += seconds

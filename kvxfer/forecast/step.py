@@ -31,6 +31,7 @@ from typing import Generic, TypeVar
 
 from kvxfer.config import check_positive
 from kvxfer.errors import DoesNotFitError, InvalidArgumentError
+from kvxfer.forecast.cost import attended_tokens
 from kvxfer.forecast.paged_cache import PagedCache
 
 OwnerT = TypeVar("OwnerT")
@@ -116,6 +117,9 @@ class PlannedStep(Generic[OwnerT]):
     preempted: list[StepSequence[OwnerT]]
     admitted: int = 0
     """So many of ``work``, its last ones, begin to compute, or begin again."""
+    prefill_context_tokens: int = 0
+    """Tokens to which the prompt tokens of the step attend, each to all before it. A sequence with one token left to
+    compute counts as a decoding one, also where that is its prompt's last token."""
 
     @property
     def is_empty(self) -> bool:
@@ -233,7 +237,7 @@ class StepModel(Generic[OwnerT]):
         preempted: list[StepSequence[OwnerT]] = []
         to_load: list[StepSequence[OwnerT]] = []
         budget = self.limits.token_budget
-        prefill = decodes = context = 0
+        prefill = decodes = context = prefill_context = 0
         block_tokens, chunk_max, running = self.limits.block_tokens, self.limits.chunk_max, self._running
         index = 0
         while index < len(running) and budget:
@@ -252,6 +256,7 @@ class StepModel(Generic[OwnerT]):
                 context += computed
             else:
                 prefill += chunk
+                prefill_context += attended_tokens(chunk, computed)
             index += 1
         already = len(work)
         if not preempted:
@@ -272,7 +277,8 @@ class StepModel(Generic[OwnerT]):
                     context += sequence.computed
                 else:
                     prefill += admitted
-        return PlannedStep(work, prefill, decodes, context, to_load, preempted, len(work) - already)
+                    prefill_context += attended_tokens(admitted, sequence.computed)
+        return PlannedStep(work, prefill, decodes, context, to_load, preempted, len(work) - already, prefill_context)
 
     def end(self, step: PlannedStep[OwnerT]) -> list[StepSequence[OwnerT]]:
         """What ``step`` computed is there: returns the sequences that got one more token of their answer. One that has

@@ -96,6 +96,10 @@ class MockEngineOptions:
     context_token_ns: float = dataclasses.field(
         default=4.0, metadata={"help": "step model: time for each token of a decoding sequence's context"}
     )
+    prefill_context_token_ns: float = dataclasses.field(
+        default=0.0,
+        metadata={"help": "step model: time for each token that a prompt token attends to, those before it"},
+    )
     max_num_batched_tokens: int = dataclasses.field(default=8192, metadata={"help": "step model: tokens of a step"})
     max_num_seqs: int = dataclasses.field(default=256, metadata={"help": "step model: running sequences"})
     block_size: int = dataclasses.field(default=16, metadata={"help": "tokens of a KV block"})
@@ -141,7 +145,10 @@ class MockEngineOptions:
             check_positive(name, getattr(self, name), maximum=1e6)
         for name in ("max_model_len", "answer_tokens", "max_body_bytes"):
             check_positive(name, getattr(self, name), maximum=1 << 31)
-        for name in ("ttft_ms", "itl_ms", "transfer_ms", "transfer_token_us"):
+        for name in (
+            *("ttft_ms", "itl_ms", "transfer_ms", "transfer_token_us", "step_ms", "prefill_token_us"),
+            *("decode_sequence_us", "context_token_ns", "prefill_context_token_ns"),
+        ):
             if not 0 <= getattr(self, name) <= 1e7:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
         if not 0 <= self.record <= 1 << 16:
@@ -203,5 +210,9 @@ class MockEngineOptions:
     @property
     def cost(self) -> LinearCost:
         return LinearCost(
-            self.step_ms / 1e3, self.prefill_token_us / 1e6, self.decode_sequence_us / 1e6, self.context_token_ns / 1e9
+            self.step_ms / 1e3,
+            self.prefill_token_us / 1e6,
+            self.decode_sequence_us / 1e6,
+            self.context_token_ns / 1e9,
+            self.prefill_context_token_ns / 1e9,
         )

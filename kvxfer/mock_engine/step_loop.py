@@ -86,7 +86,9 @@ class StepLoop:
         self._timer = None
         step = self.model.begin()
         if step.work:
-            seconds = self._cost.seconds(step.prefill_tokens, step.decode_sequences, step.context_tokens)
+            seconds = self._cost.seconds(
+                step.prefill_tokens, step.decode_sequences, step.context_tokens, step.prefill_context_tokens
+            )
             end_s = at_s + seconds / self._speed
             self._timer = self._loop.call_at(end_s, self._end, step, end_s)
             for sequence, _ in step.work[len(step.work) - step.admitted :]:

@@ -37,6 +37,13 @@ def test_lengths_take_turns() -> None:
     assert found.rate_per_s == pytest.approx(25, rel=0.08)
 
 
+def test_long_prompts_hold_a_lower_rate_where_tokens_cost_what_they_attend_to() -> None:
+    """A prompt of 100 tokens: 100 ms in proportion, and 50 ms for the 4,950 tokens that they attend to."""
+    cost = LinearCost(0.0, 0.001, 0, 0, 0.05 / 4950)
+    found = engine_capacity(ONE_AT_A_TIME, cost, [(100, 1)], lambda run: run.are_within(ttft_s=6), 0.9, requests=3000)
+    assert found.rate_per_s == pytest.approx(1 / 0.15, rel=0.08)
+
+
 def test_the_same_seed_gives_the_same_rate() -> None:
     def found(seed: int) -> float:
         return engine_capacity(

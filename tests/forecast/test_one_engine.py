@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import DoesNotFitError, InvalidArgumentError
-from kvxfer.forecast.cost import LinearCost
+from kvxfer.forecast.cost import LinearCost, attended_tokens
 from kvxfer.forecast.one_engine import EngineRequest, run_engine
 from kvxfer.forecast.step import StepLimits, StepSequence
 from kvxfer.mock_engine.step_loop import StepLoop
 
 COST = LinearCost(0.01, 1e-4, 1e-3, 1e-6)
+CURVED = LinearCost(0.01, 1e-4, 1e-3, 1e-6, 1e-5)
 ONE_AT_A_TIME = StepLimits(batch_max=1, has_prefix_cache=False)
 
 
@@ -37,6 +38,13 @@ def test_a_request_alone_takes_its_steps() -> None:
     assert run.tpot_s[0] == pytest.approx((second + third) / 2)
     assert run.gap_s[0] == pytest.approx(third)
     assert run.ended_s == run.last_s[0]
+
+
+def test_a_prompt_takes_its_chunks_and_what_they_attend_to() -> None:
+    run = run_engine(StepLimits(chunk_max=64), CURVED, [EngineRequest(0.0, 100, 1)])
+    chunks = CURVED.seconds(64, 0, 0, attended_tokens(64, 0)) + CURVED.seconds(36, 0, 0, attended_tokens(36, 64))
+    assert run.ttft_s[0] == pytest.approx(chunks)
+    assert run.ttft_s[0] == pytest.approx(2 * 0.01 + 100 * 1e-4 + 1e-5 * 100 * 99 / 2)
 
 
 def test_a_request_that_comes_in_a_step_joins_the_next() -> None:
@@ -157,8 +165,8 @@ def test_times_are_those_of_the_mock_engines_loop(rows: list[tuple[float, int, i
         at += apart
         keys = [name * 1000 + index for index in range((prompt + output) // 8)]
         requests.append(EngineRequest(at, prompt, output, keys))
-    run = run_engine(limits, COST, requests)
-    times, steps = of_the_step_loop(limits, COST, requests)
+    run = run_engine(limits, CURVED, requests)
+    times, steps = of_the_step_loop(limits, CURVED, requests)
     assert run.counts.steps == steps
     assert run.first_s == pytest.approx([one[0] for one in times], abs=1e-6)
     assert run.last_s == pytest.approx([one[-1] for one in times], abs=1e-6)

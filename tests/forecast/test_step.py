@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.errors import ConfigError, DoesNotFitError, InvalidArgumentError
-from kvxfer.forecast.cost import LinearCost
+from kvxfer.forecast.cost import LinearCost, attended_tokens
 from kvxfer.forecast.step import StepLimits, StepModel, StepPhase, StepSequence
 
 
@@ -202,6 +202,37 @@ def test_cost_is_linear_and_refuses_what_is_no_duration() -> None:
         limits(blocks=0)
 
 
+@pytest.mark.parametrize("budget", [7, 16, 64])
+def test_prompt_tokens_attend_to_all_before_them_whatever_the_chunks(budget: int) -> None:
+    """Of seven tokens the last chunk is one token, which counts as a decoding sequence's."""
+    model: StepModel[str] = StepModel(limits(token_budget=budget))
+    model.add(sequence(50))
+    attended = 0
+    while (step := model.begin()).work:
+        attended += step.prefill_context_tokens + step.context_tokens
+        model.end(step)
+    assert attended == attended_tokens(50, 0) == sum(range(50))
+
+
+def test_cached_prefix_is_attended_to() -> None:
+    model: StepModel[str] = StepModel(limits())
+    model.add(sequence(16, key=1))
+    run(model)
+    model.add(sequence(16, key=1))
+    step = model.begin()
+    assert (step.prefill_tokens, step.prefill_context_tokens) == (4, 12 + 13 + 14 + 15)
+
+
+def test_second_half_of_a_prompt_costs_more_than_the_first() -> None:
+    cost = LinearCost(0.0, 1e-5, 0.0, 0.0, 1e-9)
+    first, second = (
+        cost.seconds(5000, 0, 0, attended_tokens(5000, 0)),
+        cost.seconds(5000, 0, 0, attended_tokens(5000, 5000)),
+    )
+    assert first + second == pytest.approx(10_000 * 1e-5 + 1e-9 * 10_000 * 9_999 / 2)
+    assert second - first == pytest.approx(1e-9 * 5000 * 5000)
+
+
 def test_cached_prefixes_are_given_up_before_a_sequence_waits() -> None:
     model: StepModel[str] = StepModel(limits(blocks=8))
     model.add(sequence(16, key=1))
@@ -267,6 +298,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert sum(chunk for _, chunk in step.work) <= 16
         assert len({id(one) for one, _ in step.work}) == len(step.work)
         assert all(len(one.blocks) * 4 >= one.computed + chunk for one, chunk in step.work)
+        prefills = [(one, chunk) for one, chunk in step.work if one.total - one.computed > 1]
+        assert step.prefill_tokens == sum(chunk for _, chunk in prefills)
+        assert step.prefill_context_tokens == sum(
+            position for one, chunk in prefills for position in range(one.computed, one.computed + chunk)
+        )
         self.step = step  # type: ignore[assignment]
 
     @precondition(lambda self: self.step is not None)
