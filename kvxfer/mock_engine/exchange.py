@@ -165,7 +165,7 @@ class MockExchange:
         if self._streams:
             framed = self._shape.token(generation.choice, number) if number else self._first(generation)
         elif not number:
-            self._has_first()
+            self._has_first(generation)
         if sequence.emitted < sequence.output_tokens:
             if framed:
                 self._responder.chunk(framed)
@@ -196,12 +196,13 @@ class MockExchange:
             self._loaded(generation)
 
     def _first(self, generation: MockGeneration) -> bytes:
-        self._has_first()
+        self._has_first(generation)
         if not self._responder.begun:
             self._responder.begin()
         return self._shape.begin(generation.choice) + self._shape.token(generation.choice, 0)
 
-    def _has_first(self) -> None:
+    def _has_first(self, generation: MockGeneration) -> None:
+        self._shape.cached[generation.choice.index] = self._cached(generation)
         if self._times.first_s is None:
             self._times.first_s = self._loop.time()
         self._engine.times.first_token(self._seconds())
@@ -297,10 +298,8 @@ class MockExchange:
             body = prefilled_body(first, self._asked.model, self._request_id, leg, self._times, now_s)
             self._responder.answer(200, to_json(body))
         elif leg.dialect is LegDialect.NIXL:
-            self._answer(
-                framed,
-                {"kv_transfer_params": nixl_params(holds[0], engine.engine_id, engine.options.host, engine.port)},
-            )
+            params = nixl_params(holds[0], engine.engine_id, engine.options.host, engine.port)
+            self._answer(framed, {"kv_transfer_params": params})
         else:
             self._answer(framed, {})
 
@@ -337,16 +336,27 @@ class MockExchange:
     def _seconds(self) -> float:
         return self._loop.time() - self._times.arrived_s
 
+    def _cached(self, generation: MockGeneration) -> int:
+        """Prompt tokens that count as cached. Behind a transfer vLLM counts those that came from P too, so that D tells
+        all but the last token, whatever its own cache had.
+        """
+        sequence = generation.sequence
+        is_vllm = self._leg.dialect in (LegDialect.NIXL, LegDialect.MOONCAKE) or (
+            self._leg.dialect is LegDialect.KVXFER and self._engine.options.kind is EngineKind.VLLM
+        )
+        return sequence.cached_tokens + (sequence.loaded_tokens if is_vllm else 0)
+
     def _totals(self) -> TokenTotals:
-        counts_loaded = self._leg.dialect in (LegDialect.NIXL, LegDialect.MOONCAKE)
+        options = self._engine.options
         prompt = completion = cached = 0
         for generation in self._generations:
-            sequence = generation.sequence
-            completion += sequence.emitted
+            completion += generation.sequence.emitted
             if generation.choice.index % self._asked.n == 0:
-                prompt += sequence.prompt_tokens
-                cached += sequence.cached_tokens + (sequence.loaded_tokens if counts_loaded else 0)
-        return TokenTotals(prompt, completion, cached)
+                prompt += generation.sequence.prompt_tokens
+                cached += self._shape.cached[generation.choice.index]
+        # SGLang leaves the details out where nothing was cached.
+        has_details = options.prompt_tokens_details and (cached > 0 or options.kind is not EngineKind.SGLANG)
+        return TokenTotals(prompt, completion, cached, has_details=has_details)
 
     def fail(self, error: BaseException) -> None:
         """End with an error: a status, or the last event of a stream that has begun."""

@@ -71,7 +71,7 @@ class OpenAiShape(ShapeBase):
 
     def whole(self, totals: TokenTotals, extra: dict[str, Any]) -> bytes:
         made = [self._whole_choice(choice) for choice in self.choices]
-        return to_json({**self._head, "choices": made, "usage": totals.as_dict(), **extra})
+        return to_json({**self._head, "choices": made, "usage": totals.as_dict(has_nulls=True), **extra})
 
     def _format(self, choice: ChoiceText) -> PieceFormat:
         before, after = _split({**self._head, "choices": [self._text_choice(choice, None)]})

@@ -107,6 +107,13 @@ class MockEngineOptions:
     prefix_caching: bool = dataclasses.field(
         default=True, metadata={"help": "step model: reuse the KV of a prompt's beginning"}
     )
+    prompt_tokens_details: bool = dataclasses.field(
+        default=True,
+        metadata={
+            "help": "tell cached prompt tokens in usage, as vLLM does with --enable-prompt-tokens-details and SGLang "
+            "with --enable-cache-report"
+        },
+    )
     kv_lease_s: float = dataclasses.field(
         default=30.0, metadata={"help": "how long a prefill engine holds blocks that are not fetched"}
     )

@@ -116,21 +116,16 @@ class MessagesShape(ShapeBase):
 
     def end(self, totals: TokenTotals, extra: dict[str, Any]) -> bytes:
         delta = {"stop_reason": self._reason(), "stop_sequence": None}
-        usage = {"output_tokens": totals.completion}
+        closing = {"type": "message_delta", "delta": delta, "usage": totals.of_anthropic(), **extra}
         return (
             event({"type": "content_block_stop", "index": 0}, "content_block_stop")
-            + event({"type": "message_delta", "delta": delta, "usage": usage, **extra}, "message_delta")
+            + event(closing, "message_delta")
             + event({"type": "message_stop"}, "message_stop")
         )
 
     def whole(self, totals: TokenTotals, extra: dict[str, Any]) -> bytes:
         content = [{"type": "text", "text": self.choices[0].text()}]
-        usage = {
-            "input_tokens": totals.prompt,
-            "output_tokens": totals.completion,
-            "cache_read_input_tokens": totals.cached,
-        }
-        return to_json({**self._message(content, self._reason()), "usage": usage, **extra})
+        return to_json({**self._message(content, self._reason()), "usage": totals.of_anthropic(), **extra})
 
     def _reason(self) -> str:
         if self.choices[0].finish_reason == "length":
@@ -156,16 +151,16 @@ class GenerateShape(ShapeBase):
         return b""
 
     def token(self, choice: ChoiceText, number: int) -> bytes:
-        return event(self._value(choice, number + 1, 0))
+        return event(self._value(choice, number + 1))
 
     def end(self, totals: TokenTotals, extra: dict[str, Any]) -> bytes:
         return DONE_CHUNK
 
     def whole(self, totals: TokenTotals, extra: dict[str, Any]) -> bytes:
-        values = [{**self._value(choice, choice.count, totals.cached), **extra} for choice in self.choices]
+        values = [{**self._value(choice, choice.count), **extra} for choice in self.choices]
         return to_json(values if self.asked.is_batch else values[0])
 
-    def _value(self, choice: ChoiceText, count: int, cached: int) -> dict[str, Any]:
+    def _value(self, choice: ChoiceText, count: int) -> dict[str, Any]:
         reason: dict[str, Any] | None = None
         if count == choice.count:
             reason = {"type": choice.finish_reason, "length": count}
@@ -174,7 +169,7 @@ class GenerateShape(ShapeBase):
             "finish_reason": reason,
             "prompt_tokens": choice.prompt.count,
             "completion_tokens": count,
-            "cached_tokens": cached,
+            "cached_tokens": self.cached[choice.index],
             "weight_version": "default",
         }
         if self.asked.logprobs is not None:

@@ -33,24 +33,50 @@ DONE_CHUNK = chunk(b"data: [DONE]\n\n")
 
 
 class TokenTotals:
-    """The counts that a usage object tells."""
+    """The counts that a usage object tells. Without ``has_details`` OpenAI's and Anthropic's usage have no cached
+    tokens; Responses and SGLang's ``/generate`` always have them.
+    """
 
-    __slots__ = ("cached", "completion", "prompt")
+    __slots__ = ("cached", "completion", "has_details", "prompt")
 
-    def __init__(self, prompt: int, completion: int, cached: int) -> None:
+    def __init__(self, prompt: int, completion: int, cached: int, *, has_details: bool = True) -> None:
         self.prompt, self.completion, self.cached = prompt, completion, cached
+        self.has_details = has_details
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
+    def as_dict(self, *, has_nulls: bool = False) -> dict[str, Any]:
+        """As completions and chat have it. ``has_nulls``: what is not told is null, as in a whole answer of vLLM and
+        SGLang, and not left out, as in a stream.
+        """
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
             "completion_tokens": self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        if self.has_details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        elif has_nulls:
+            usage["prompt_tokens_details"] = None
+        return usage
+
+    def of_anthropic(self) -> dict[str, Any]:
+        """Anthropic's ``input_tokens`` are those that were not cached, in vLLM only where cached ones are told (vLLM
+        #40912).
+        """
+        if not self.has_details:
+            return {"input_tokens": self.prompt, "output_tokens": self.completion}
+        return {
+            "input_tokens": max(0, self.prompt - self.cached),
+            "output_tokens": self.completion,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.cached,
         }
 
 
 class AnswerShape(Protocol):
     """How one request's answer looks. All methods that return chunks return them framed, or nothing."""
+
+    cached: list[int]
+    """Cached prompt tokens of each choice, set before its first token."""
 
     def begin(self, choice: ChoiceText) -> bytes:
         """What comes before the first token of ``choice``."""
@@ -91,6 +117,7 @@ class ShapeBase:
         self.choices = choices
         self.answer_id = answer_id
         self.created = int(time.time())
+        self.cached = [0] * len(choices)
 
 
 def seeded_logprob(token_id: int, rank: int = 0) -> float:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams
+from kvxfer.openai.transfer_params import Part
 from kvxfer.types import TransferId
-from tests.support.mock_engine.mocks import Answer, Engine, Mocks, free_ports, mocks
+from tests.support.mock_engine.legs import LEG_P, kvxfer_params, sglang_body, together
+from tests.support.mock_engine.mocks import Engine, Mocks, free_ports, mocks
 
 PROMPT = "The KV cache of this prompt is computed once. " * 20
 BODY = {"prompt": PROMPT, "max_tokens": 8}
-LEG_P = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-
-
-def together(*calls: Callable[[], Answer]) -> list[Answer]:
-    """The answers of calls that run at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 @pytest.fixture(scope="module", params=["one process", "two processes", "steps"])
@@ -97,14 +91,11 @@ def test_vllm_mooncake_both_legs_at_once(pair: Before) -> None:
 @pytest.mark.parametrize("vllm", [False, True], ids=["kvxfer", "vllm"])
 def test_kvxfer_both_legs_at_once(pair: Before, vllm: bool) -> None:
     prefill, decode = pair.prefill, pair.decode
-    ends = (TransferEnd("p", 1, prefill.url), TransferEnd("d", 1, decode.url))
-    identity = TransferId.from_hex(("ab" if vllm else "cd") * 16)
+    number = 0xAB if vllm else 0xCD
+    identity = TransferId.from_hex(f"{number:032x}")
 
     def body(part: Part) -> dict[str, Any]:
-        params = TransferParams(identity, 1, part, *ends, timeout_s=5.0).to_json()
-        if vllm:
-            params |= {"do_remote_decode": part is Part.PREFILL, "do_remote_prefill": part is Part.DECODE}
-        return {**BODY, "kv_transfer_params": params}
+        return {**BODY, "kv_transfer_params": kvxfer_params(part, number, prefill, decode, vllm=vllm)}
 
     p, d = together(
         lambda: prefill.post("/v1/completions", body(Part.PREFILL)),
@@ -119,9 +110,7 @@ def test_kvxfer_both_legs_at_once(pair: Before, vllm: bool) -> None:
 
 
 def leg_of(part: Part, number: int, prefill: Engine, decode: Engine) -> dict[str, Any]:
-    ends = (TransferEnd("p", 1, prefill.url), TransferEnd("d", 1, decode.url))
-    identity = TransferId.from_hex(f"{number:032x}")
-    return {**BODY, "kv_transfer_params": TransferParams(identity, 1, part, *ends, timeout_s=5.0).to_json()}
+    return {**BODY, "kv_transfer_params": kvxfer_params(part, number, prefill, decode)}
 
 
 def test_kvxfer_legs_say_how_long_each_part_took() -> None:
@@ -163,14 +152,6 @@ def test_a_fixed_pace_has_no_queue() -> None:
     assert p.json()["timings"]["queue_s"] < p.json()["timings"]["prefill_s"]
     assert p.json()["timings"]["prefill_s"] >= 0.019
     assert d.json()["kvxfer"]["ttft_s"] >= 0.019
-
-
-def sglang_body(prefill: Engine, rooms: Any, **more: Any) -> dict[str, Any]:
-    listed = isinstance(rooms, list)
-    host, port = "127.0.0.1", prefill.port
-    count = len(rooms) if listed else 1
-    boot = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count} if listed else {}
-    return {"bootstrap_host": host, "bootstrap_port": port, **boot, "bootstrap_room": rooms, **more}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
