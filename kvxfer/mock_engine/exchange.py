@@ -22,7 +22,7 @@ from kvxfer.mock_engine.other_shapes import shape_of
 from kvxfer.mock_engine.responder import Responder
 from kvxfer.mock_engine.shape import TokenTotals, to_json
 from kvxfer.mock_engine.statistics import EngineCounts, EngineTimes
-from kvxfer.mock_engine.transfer_answers import LegTimes, decode_report, nixl_params, prefilled_body
+from kvxfer.mock_engine.transfer_answers import LegTimes, ToldNumbers, decode_report, nixl_params, prefilled_body
 from kvxfer.openai.errors import RequestError
 
 
@@ -83,6 +83,7 @@ class MockExchange:
         self._leg = leg
         self._request_id = request_id
         self._fault = fault.kind if fault is not None else None
+        self._told = ToldNumbers(fault if self._fault is FaultKind.LIE else None)
         if leg.part is LegPart.PREFILL and leg.dialect in (LegDialect.SGLANG, LegDialect.KVXFER):
             asked.max_tokens, asked.is_default_length = 1, False
         self._check_length()
@@ -202,7 +203,7 @@ class MockExchange:
         return self._shape.begin(generation.choice) + self._shape.token(generation.choice, 0)
 
     def _has_first(self, generation: MockGeneration) -> None:
-        self._shape.cached[generation.choice.index] = self._cached(generation)
+        self._shape.cached[generation.choice.index] = self._told.cached(self._cached(generation))
         if self._times.first_s is None:
             self._times.first_s = self._loop.time()
         self._engine.times.first_token(self._seconds())
@@ -295,10 +296,10 @@ class MockExchange:
         elif leg.answers_without_text:
             self._over("stop")
             first, now_s = self._generations[0], self._loop.time()
-            body = prefilled_body(first, self._asked.model, self._request_id, leg, self._times, now_s)
+            body = prefilled_body(first, self._asked.model, self._request_id, leg, self._times, now_s, self._told)
             self._responder.answer(200, to_json(body))
         elif leg.dialect is LegDialect.NIXL:
-            params = nixl_params(holds[0], engine.engine_id, engine.options.host, engine.port)
+            params = nixl_params(holds[0], engine.engine_id, engine.options.host, engine.port, self._told)
             self._answer(framed, {"kv_transfer_params": params})
         else:
             self._answer(framed, {})
@@ -319,7 +320,7 @@ class MockExchange:
         if self._leg.dialect is LegDialect.KVXFER and self._leg.part is LegPart.DECODE:
             blocks = -(-self._choices[0].prompt.count // self._engine.options.block_size)
             first, now_s = self._generations[0], self._loop.time()
-            report = decode_report(first, self._leg, blocks, self._times, now_s, self._failure)
+            report = decode_report(first, self._leg, blocks, self._times, now_s, self._failure, self._told)
             extra = {**extra, "kvxfer": report}
         totals = self._totals()
         self._over(self._choices[0].finish_reason)

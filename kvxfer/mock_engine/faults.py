@@ -47,6 +47,9 @@ class FaultKind(enum.StrEnum):
     """A decode engine cannot get the KV of the prompt."""
     KEEP = "keep"
     """A decode engine gets the KV, and the prefill engine is never told that it may free the blocks."""
+    LIE = "lie"
+    """The answer tells other numbers than the true ones: ``cached_tokens`` cached prompt tokens, or ``cached_factor``
+    times the true ones, and ``time_factor`` times the true durations. What the engine does and counts stays true."""
 
 
 @dataclasses.dataclass
@@ -68,6 +71,12 @@ class MockFault:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bytes: int = 1 << 20
     reset: bool = False
+    cached_tokens: int | None = None
+    """Of a lie: cached prompt tokens of each answer, also more than its prompt has; None: ``cached_factor`` decides."""
+    cached_factor: float = 1.0
+    """Of a lie: so many times the true cached tokens."""
+    time_factor: float = 1.0
+    """Of a lie: so many times the true durations."""
     number: int = 0
     taken: int = 0
 
@@ -87,7 +96,11 @@ _CHECKS: dict[str, tuple[Any, float, float]] = {
     "delay_s": ((int, float), 0, 1e6),
     "status": (int, 0, 999),
     "bytes": (int, 1, FILLER_BYTES_MAX),
+    "cached_tokens": (int, 0, 1 << 31),
+    "cached_factor": ((int, float), 0, 1e6),
+    "time_factor": ((int, float), 0, 1e6),
 }
+_OF_A_LIE = ("cached_tokens", "cached_factor", "time_factor")
 _STATUS_DEFAULT = {FaultKind.STATUS: 500, FaultKind.EXIT: 1}
 
 
@@ -126,6 +139,8 @@ def read_fault(value: Any) -> MockFault:
         raise RequestError(f"a fault has no field {next(iter(given))!r}", param=str(next(iter(given))))
     if kind is FaultKind.STATUS and not 400 <= made["status"] <= 599:
         raise RequestError("status must be 400 to 599", param="status")
+    if kind is FaultKind.LIE and made.keys().isdisjoint(_OF_A_LIE):
+        raise RequestError(f"a lie needs one of {', '.join(_OF_A_LIE)}", param="cached_tokens")
     return MockFault(**made)
 
 

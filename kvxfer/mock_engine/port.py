@@ -176,7 +176,7 @@ class EnginePort:
             if fault.delay_s:
                 timer = self._loop.call_later(fault.delay_s, self._dispatch, request, responder, None)
                 request.on_gone = timer.cancel
-        elif fault.kind in (FaultKind.LOAD, FaultKind.KEEP):
+        elif fault.kind in (FaultKind.LOAD, FaultKind.KEEP, FaultKind.LIE):
             self._dispatch(request, responder, fault)
         else:
             faulty = FaultyResponder(connection, request.keep_alive, fault, self.engine.down)

@@ -1,6 +1,6 @@
 """What a leg answers beside, or in place of, text: vLLM's transfer parameters, kvxfer's usage, timings and report.
 
-Decides field names only.
+Decides field names, and how far a lie is from the truth.
 """
 
 from __future__ import annotations
@@ -10,12 +10,34 @@ import time
 from typing import Any
 
 from kvxfer.errors import KvxferError
+from kvxfer.mock_engine.faults import MockFault
 from kvxfer.mock_engine.generation import MockGeneration
 from kvxfer.mock_engine.holds import KvHold
 from kvxfer.mock_engine.legs import EngineLeg
 
 
-def nixl_params(hold: KvHold, engine_id: str, host: str, port: int) -> dict[str, Any]:
+class ToldNumbers:
+    """What an answer tells of its cached tokens and durations: the truth, or what the fault ``lie`` says."""
+
+    __slots__ = ("_lie",)
+
+    def __init__(self, lie: MockFault | None) -> None:
+        self._lie = lie
+
+    def cached(self, tokens: int) -> int:
+        """In place of ``tokens`` cached ones."""
+        if self._lie is None:
+            return tokens
+        if self._lie.cached_tokens is not None:
+            return self._lie.cached_tokens
+        return round(tokens * self._lie.cached_factor)
+
+    def seconds(self, seconds: float) -> float:
+        """In place of a duration of ``seconds``."""
+        return seconds if self._lie is None else round(seconds * self._lie.time_factor, 6)
+
+
+def nixl_params(hold: KvHold, engine_id: str, host: str, port: int, told: ToldNumbers) -> dict[str, Any]:
     """``kv_transfer_params`` of an answer, as vLLM's NixlConnector 0.32 gives them."""
     return {
         "do_remote_prefill": True,
@@ -31,7 +53,7 @@ def nixl_params(hold: KvHold, engine_id: str, host: str, port: int) -> dict[str,
         "remote_num_tokens": hold.tokens,
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
-        "remote_prefill_cached_tokens": hold.generations[0].sequence.cached_tokens,
+        "remote_prefill_cached_tokens": told.cached(hold.generations[0].sequence.cached_tokens),
     }
 
 
@@ -54,7 +76,13 @@ class LegTimes:
 
 
 def prefilled_body(
-    generation: MockGeneration, model: str, request_id: str, leg: EngineLeg, times: LegTimes, now_s: float
+    generation: MockGeneration,
+    model: str,
+    request_id: str,
+    leg: EngineLeg,
+    times: LegTimes,
+    now_s: float,
+    told: ToldNumbers,
 ) -> dict[str, Any]:
     """The body with which kvxfer's own engine answers a prefill leg."""
     queue_s = times.until(generation.began_s)
@@ -63,10 +91,10 @@ def prefilled_body(
         "object": "kvxfer.prefill",
         "id": request_id,
         "model": model,
-        "usage": {"prompt_tokens": sequence.prompt_tokens, "cached_tokens": sequence.cached_tokens},
+        "usage": {"prompt_tokens": sequence.prompt_tokens, "cached_tokens": told.cached(sequence.cached_tokens)},
         "timings": {
-            "queue_s": queue_s,
-            "prefill_s": round(times.until(now_s) - queue_s, 6),
+            "queue_s": told.seconds(queue_s),
+            "prefill_s": told.seconds(round(times.until(now_s) - queue_s, 6)),
             "ended_unix_s": time.time(),
         },
         "transfer_id": leg.keys[0].partition(":")[2],
@@ -74,7 +102,13 @@ def prefilled_body(
 
 
 def decode_report(
-    generation: MockGeneration, leg: EngineLeg, blocks: int, times: LegTimes, now_s: float, failure: KvxferError | None
+    generation: MockGeneration,
+    leg: EngineLeg,
+    blocks: int,
+    times: LegTimes,
+    now_s: float,
+    failure: KvxferError | None,
+    told: ToldNumbers,
 ) -> dict[str, Any]:
     """The ``kvxfer`` object of a decode leg's answer. All of its transfer is ``wire``."""
     is_remote = failure is None
@@ -89,10 +123,10 @@ def decode_report(
         "blocks_moved": blocks if is_remote else 0,
         "bytes_moved": 0,
         "lane": "mock" if is_remote else None,
-        "seconds": seconds,
+        "seconds": {name: told.seconds(value) for name, value in seconds.items()},
         "failure": None if failure is None else failure.code,
-        "ttft_s": times.until(times.first_s),
-        "queue_s": times.until(generation.began_s),
-        "total_s": times.until(now_s),
+        "ttft_s": told.seconds(times.until(times.first_s)),
+        "queue_s": told.seconds(times.until(generation.began_s)),
+        "total_s": told.seconds(times.until(now_s)),
         "ended_unix_s": time.time(),
     }

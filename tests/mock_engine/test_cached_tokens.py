@@ -1,4 +1,4 @@
-"""What an engine tells of its prefix cache: in each API's usage, on each leg, and on the metrics page."""
+"""What an engine tells of its prefix cache: in each API's usage, on each leg, on the metrics page, and in a lie."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def stepping_pair() -> Iterator[Mocks]:
 
 
 @pytest.fixture(autouse=True)
-def empty_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+def honest_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for name in ("stepping", "stepping_pair"):
         if name in request.fixturenames:
             started = request.getfixturevalue(name)
             for engine in [started] if isinstance(started, Engine) else started.engines:
+                engine.request("DELETE", "/mock/faults")
                 engine.post("/reset_prefix_cache", {})
 
 
@@ -174,6 +175,46 @@ def test_sglangs_prefill_tells_its_cache(stepping_pair: Mocks) -> None:
         assert (p.status, d.status) == (200, 200)
         told.append(p.json()["meta_info"]["cached_tokens"])
     assert told == [0, 32]
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("lie", "told"), [({"cached_tokens": 10_000}, 10_000), ({"cached_factor": 0.5}, 16), ({"time_factor": 3}, 32)]
+)
+def test_a_lie_is_told_once_and_changes_nothing_else(
+    stepping: Engine, path: str, lie: dict[str, Any], told: int
+) -> None:
+    asked(stepping, path, False)
+    cached = cached_of(asked(stepping, path, False))
+    assert cached
+    before = stepping.statistics()
+    stepping.fault("lie", count=2, **lie)
+    for streamed in (False, True):
+        assert cached_of(asked(stepping, path, streamed)) == (told if told > 32 else cached * told // 32)
+    assert cached_of(asked(stepping, path, False)) == cached
+    now = stepping.statistics()
+    assert now["prompt_tokens_cached"] - before["prompt_tokens_cached"] == 3 * cached
+
+
+def test_a_lie_of_a_prefill_engine_reaches_its_router(stepping_pair: Mocks) -> None:
+    prefill, decode = stepping_pair.engines
+    prefill.fault("lie", cached_tokens=777, time_factor=1e6, leg="prefill")
+    params = prefill.post("/v1/completions", {"prompt": IDS, **LEG_P}).json()["kv_transfer_params"]
+    assert params["remote_prefill_cached_tokens"] == 777
+    assert decode.post("/v1/completions", {"prompt": IDS, "kv_transfer_params": params}).status == 200
+    p, d = kvxfer_legs(stepping_pair.engines, 31)
+    answer = p.json()
+    assert answer["usage"] == {"prompt_tokens": 40, "cached_tokens": 777}
+    assert answer["timings"]["prefill_s"] >= 1000  # a step takes 2 ms
+    assert d.json()["kvxfer"]["total_s"] < 100
+
+
+def test_a_lie_of_a_decode_engine_is_in_its_report(stepping_pair: Mocks) -> None:
+    stepping_pair.engines[1].fault("lie", time_factor=0)
+    _, d = kvxfer_legs(stepping_pair.engines, 32)
+    report = d.json()["kvxfer"]
+    assert (report["ttft_s"], report["queue_s"], report["total_s"]) == (0, 0, 0)
+    assert set(report["seconds"].values()) == {0}
 
 
 def metrics(engine: Engine, *names: str) -> list[float]:

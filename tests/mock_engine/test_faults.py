@@ -177,6 +177,10 @@ def test_fault_skips_counts_and_is_listed(fast: Engine) -> None:
         ({"fault": "status", "headers": {"a": "b\r\nc"}}, "headers"),
         ({"fault": "status", "leg": "third"}, "leg"),
         ({"fault": "status", "more": 1}, "more"),
+        ({"fault": "lie"}, "cached_tokens"),
+        ({"fault": "lie", "cached_tokens": -1}, "cached_tokens"),
+        ({"fault": "lie", "cached_factor": "twice"}, "cached_factor"),
+        ({"fault": "lie", "time_factor": -0.5}, "time_factor"),
     ],
     ids=lambda value: str(value)[:40],
 )
