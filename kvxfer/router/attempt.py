@@ -36,7 +36,7 @@ from kvxfer.router.fleet.patience import patience
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.held import HeldPrefill
 from kvxfer.router.inbound import Inbound
-from kvxfer.router.interrupts import InterruptedWithReason, Interrupts
+from kvxfer.router.interrupts import ClientLeft, InterruptedWithReason, Interrupts
 from kvxfer.router.legs import calling, forgo, is_array, is_object, kind_of, log_failed, read
 from kvxfer.router.merge import MARKS, Merger
 from kvxfer.router.metrics import RequestOutcome
@@ -52,13 +52,6 @@ LOST_PREFILLER_WAIT_S = 0.1
 """How long an error of D's waits for that of a P that is gone."""
 OUTLIVES_S = 4.0
 """A dead worker is noticed within 3 s; one that is there after this has only hung up."""
-
-
-class ClientLeft(Exception):
-    """The client left before its answer was whole."""
-
-
-_CLIENT_LEFT = ClientLeft()
 
 
 class Attempt:
@@ -130,7 +123,7 @@ class Attempt:
         self._claim(Part.DECODE, self._decode)
         interrupts = self._interrupts
         self._watch(self._decode, lambda: interrupts.interrupt(failure.gone(Part.DECODE)))
-        self._answer.on_client_gone(lambda: interrupts.interrupt(_CLIENT_LEFT))
+        self._answer.on_client_gone(lambda: interrupts.interrupt(ClientLeft()))
         try:
             return await interrupts.run(self._run_legs())
         except LegFailed as failed:
@@ -295,9 +288,7 @@ class Attempt:
         self._claims[Part.DECODE].succeeded()
         self._pair_worked()
         self._record.first_byte_s = now_s = self._core.now()
-        self._choice.first_token(now_s)
-        if self._choice.predicted_s is not None:
-            self._core.metrics.estimated(self._choice.predicted_s, now_s - self._choice.began_s)
+        self._core.first_token(self._choice, now_s)
         self._core.metrics.first_byte(self._record.prefill_at, now_s - self._inbound.arrived_s)
         self._core.history.first_byte(now_s, now_s - self._inbound.arrived_s)
         self._answer.begin_stream(self._record.head())
@@ -381,9 +372,7 @@ class Attempt:
         else:
             self._claims[Part.PREFILL].succeeded()
             said = self._dialect.prefilled(answer)
-            self._choice.prefilled(self._core.now(), tokens=said.prompt_tokens, cached=said.cached_tokens)
-            if said.prompt_tokens and said.cached_tokens is not None:
-                self._core.metrics.cached(said.prompt_tokens, self._choice.presumed, said.cached_tokens)
+            self._core.prefilled(self._choice, said.prompt_tokens, said.cached_tokens)
             return said
         self._note(Part.PREFILL, worker, ended)
         return ended

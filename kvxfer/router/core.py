@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.openai.chains import SECRET_BYTES, Secret
 from kvxfer.policy.budget import Budget
-from kvxfer.policy.chooser import Chooser, Policy
+from kvxfer.policy.chooser import Choice, Chooser, Policy
 from kvxfer.router.engine_names import EngineNames
 from kvxfer.router.fleet.worker import Worker
 from kvxfer.router.fleet.workers import Workers
@@ -91,6 +91,18 @@ class RouterCore:
     def leg_headers(self, worker: Worker) -> Headers:
         """By which ``worker`` knows that a request comes from one of its routers."""
         return leg_headers(worker, self.leg_keys)
+
+    def prefilled(self, choice: Choice, tokens: int | None, cached: int | None) -> None:
+        """P is done, and says so much of the prompt and of its cache."""
+        choice.prefilled(self.now(), tokens=tokens, cached=cached)
+        if tokens and cached is not None:
+            self.metrics.cached(tokens, choice.presumed, cached)
+
+    def first_token(self, choice: Choice, now_s: float) -> None:
+        """D began its answer."""
+        choice.first_token(now_s)
+        if choice.predicted_s is not None:
+            self.metrics.estimated(choice.predicted_s, now_s - choice.began_s)
 
     def may_recompute(self, agent_id: str) -> bool:
         """Whether this decode worker may once more compute a prompt whose P was lost; counts it where it may."""

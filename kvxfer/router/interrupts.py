@@ -14,6 +14,10 @@ _R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
+class ClientLeft(Exception):
+    """The client left before its answer was whole."""
+
+
 class InterruptedWithReason(Exception):
     """What :meth:`Interrupts.run` raises; the reason is in ``Interrupts.reason``."""
 

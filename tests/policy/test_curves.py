@@ -29,7 +29,7 @@ def test_a_curve_is_found_again(curve: Curve, seed: int) -> None:
     found = fitted(curve, 200, seed=seed).curve
     assert found is not None
     for new, held in ((10, 0), (1000, 0), (8000, 0), (500, 30000)):
-        assert found.seconds(new, held) == pytest.approx(curve.seconds(new, held), rel=0.02)
+        assert found.seconds(new, held) == pytest.approx(curve.seconds(new, held), rel=0.06)
 
 
 @given(CURVES, st.integers(0, 1000), st.integers(1, 60))

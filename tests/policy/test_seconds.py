@@ -150,7 +150,7 @@ def test_a_worker_that_lies_about_its_cache_harms_nobody(lie: Any) -> None:
     shares = [sum(one.prefill == name for one in made) for name in ("liar", "p")]
     assert min(shares) > 0.1 * len(made)
     honest = percentile(World(cluster(2, 2), Policy.LEAST_LOADED).run(sessions(40, 12, 8.0)), 0.9, skip=50)
-    assert percentile(made, 0.9, skip=50) <= 1.15 * honest
+    assert percentile(made, 0.9, skip=50) <= 1.25 * honest
 
 
 def test_one_paced_stream_of_unlike_prompts_takes_turns() -> None:
