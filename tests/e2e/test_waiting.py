@@ -4,7 +4,6 @@ longer."""
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -102,18 +101,22 @@ async def test_a_queue_of_minutes_at_a_live_worker_moves_every_prompt(cluster: C
     began_s = time.monotonic()
     for answered in [start(cluster, make_prompt(SLOW, seed=1991 + n), "p1", "d1")[1] for n in range(8)]:
         moved(await answered)
-    # So that the last of them waits for more than a minute, by the pace of a queue on this machine.
-    count = math.ceil(90 / ((time.monotonic() - began_s) / 8))
-    prompts = [make_prompt(SLOW, seed=2000 + n) for n in range(count)]
+    pace_s = (time.monotonic() - began_s) / 8
+    asked: list[tuple[list[int], Any]] = []
+    queued_s: list[float] = []
     began_s = time.monotonic()
-    answering = [start(cluster, prompt, "p1", "d1", timeout_s=400.0)[1] for prompt in prompts]
-    queued_s = []
-    for prompt, answered in zip(prompts, answering, strict=True):
+    while not asked or len(queued_s) < len(asked):
+        # So many that the last of them waits for more than a minute, by the pace of this machine now.
+        while len(asked) < 90 / pace_s:
+            prompt = make_prompt(SLOW, seed=2000 + len(asked))
+            asked.append((prompt, start(cluster, prompt, "p1", "d1", timeout_s=400.0)[1]))
+        prompt, answered = asked[len(queued_s)]
         answer = await answered
         moved(answer)
         tiny_reference.check(answer.token_ids, prompt, TOKENS)
         queued_s.append(answer.account["queue_s"])
-    print(f"{len(prompts)} prompts in {time.monotonic() - began_s:.0f} s, the last waited {max(queued_s):.0f} s")
+        pace_s = (time.monotonic() - began_s) / len(queued_s)
+    print(f"{len(asked)} prompts in {time.monotonic() - began_s:.0f} s, the last waited {max(queued_s):.0f} s")
     assert max(queued_s) > 60.0, "the queue was too short to show anything"
     await cluster.assert_drained()
 
