@@ -37,7 +37,7 @@ class ServeOptions(stack.StackOptions):
     policy: str = dataclasses.field(
         default="",
         metadata={
-            "help": "how the router chooses: 'seconds', or settings such as 'local-prefill=off min-remote-prefill-tokens=256'",
+            "help": "how the router chooses: 'seconds', or 'local-prefill=off min-remote-prefill-tokens=256'",
             "metavar": "'NAME=VALUE ...'",
         },
     )
