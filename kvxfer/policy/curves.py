@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 MEMORY_ROWS = 256
 """Rows after which a row counts for 1/e of a new one: an engine that was changed is followed within so many prompts."""
-PRIOR_ROWS = 0.25
+PRIOR_ROWS = 0.02
 """Rows that a curve's lesser parts must be worth: any number above 0 tells prompts of one length from an overhead."""
 FACTOR_MEMORY = 16
 """Measurements of one worker that its factor remembers: enough that one late answer does not move it by a tenth."""

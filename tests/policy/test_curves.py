@@ -28,7 +28,7 @@ def fitted(curve: Curve, rows: int, *, noise: float = 0.0, seed: int = 0, scale:
 def test_a_curve_is_found_again(curve: Curve, seed: int) -> None:
     found = fitted(curve, 200, seed=seed).curve
     assert found is not None
-    for new, held in ((10, 0), (1000, 0), (8000, 0), (500, 30000)):
+    for new, held in ((1000, 0), (8000, 0), (4000, 30000)):
         assert found.seconds(new, held) == pytest.approx(curve.seconds(new, held), rel=0.06)
 
 

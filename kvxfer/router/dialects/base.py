@@ -279,6 +279,9 @@ def read_prefilled(answer: bytes) -> Prefilled:
         meta.get("cached_tokens"),
     )
     tokens = _first_count(usage.get("prompt_tokens"), usage.get("input_tokens"), meta.get("prompt_tokens"))
+    if tokens is not None and "prompt_tokens" not in usage:  # Anthropic's counts what was not cached
+        parts = (usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens"))
+        tokens += sum(_first_count(part) or 0 for part in parts)
     return Prefilled(cached, _small_object(scan, "timings"), tokens)
 
 

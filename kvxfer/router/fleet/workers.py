@@ -171,7 +171,7 @@ class Workers:
 
     def _entry(self, entry: WorkerEntry | None, worker: Worker) -> WorkerEntry:
         if entry is None:
-            entry = WorkerEntry(worker, WorkerHealth(self._options))
+            entry = WorkerEntry(worker, self._new_health(worker))
             entry.is_barred = is_barred(worker, self._allowed)
         elif entry.given != worker:
             is_moved = entry.given.url != worker.url
@@ -183,6 +183,9 @@ class Workers:
         entry.is_drained = worker.agent_id in self._drained
         entry.refresh()
         return entry
+
+    def _new_health(self, worker: Worker) -> WorkerHealth:
+        return WorkerHealth(self._options)
 
     def _weigh_suspicions(self) -> None:
         weigh_suspicions(self._entries.values(), is_connected=self._is_connected is True)
