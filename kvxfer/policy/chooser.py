@@ -18,8 +18,8 @@ from kvxfer.policy.times import LinkKind, Times
 from kvxfer.types import AgentRef
 
 CAPACITY_TOKENS = 1 << 18
-"""What a cache holds whose worker does not say: 40 GB of a 70B model's KV at 160 KB a token, and 8 GB of an 8B's at 32.
-Answers correct it."""
+"""Of a worker that does not say how much its cache holds: 84 GB of KV at 320 KB a token (Llama 70B), 34 GB at 128 KB
+(8B). Answers correct it."""
 
 
 class Policy(enum.StrEnum):
@@ -133,8 +133,8 @@ class Choice:
     def first_token(self, now_s: float) -> None:
         """D began its answer."""
 
-    def answered(self, now_s: float, *, tokens: int | None = None) -> None:
-        """The answer is whole; ``tokens``: how many it has, where that is known."""
+    def answered(self, now_s: float) -> None:
+        """The answer is whole."""
 
     def over(self, now_s: float) -> None:
         """The attempt is over, however it ended; more calls do nothing."""
@@ -148,7 +148,7 @@ class LearntChoice(Choice):
 
     __slots__ = (
         *("_facts", "_chooser", "_computer", "_computer_ref", "_crowd", "_decoder", "_destination", "_first_s"),
-        *("_is_answered", "_is_equal", "_is_over", "_number", "_prefilled_s", "_prompt", "_reserved", "_source"),
+        *("_is_equal", "_is_over", "_number", "_prefilled_s", "_prompt", "_source"),
         *("began_s", "predicted_s", "presumed"),
     )
 
@@ -170,7 +170,7 @@ class LearntChoice(Choice):
         self._is_equal = source is None or have_equal_pools(source.member, destination.member)
         self._prefilled_s: float | None = None
         self._first_s: float | None = None
-        self._is_answered = self._is_over = False
+        self._is_over = False
         times = chooser.times
         seconds = Seconds(times, facts, now_s)
         estimate = seconds.prompt(source or destination)
@@ -185,9 +185,8 @@ class LearntChoice(Choice):
         is_heard = source is not None or prompt.is_heard
         self._computer.line.add(number if is_heard else None, estimate.compute_s, now_s, model.mean_s)
         self._crowd = float(self._decoder.decoding)
-        self._reserved = facts.tokens + model.answer_tokens
         self._decoder.decoding += 1
-        self._decoder.reserved += self._reserved
+        self._decoder.reserved += facts.tokens
         self._insert(estimate)
 
     def _insert(self, estimate: Estimate) -> None:
@@ -247,15 +246,10 @@ class LearntChoice(Choice):
             tokens = max(1.0, self._facts.tokens - held)
             self._chooser.times.moved(LinkKind(self._facts.model, far), *ends, tokens, now_s - self._prefilled_s)
 
-    def answered(self, now_s: float, *, tokens: int | None = None) -> None:
-        if self._is_answered or self._is_over:
-            return
-        self._is_answered = True
-        model = self._chooser.times.model(self._facts.model)
-        if self._first_s is not None:
-            model.crowding.add((self._crowd + self._decoder.decoding - 1) / 2, now_s - self._first_s)
-        if tokens:
-            model.answer_tokens += (tokens - model.answer_tokens) / 16 if model.answer_tokens else tokens
+    def answered(self, now_s: float) -> None:
+        if self._first_s is not None and not self._is_over:
+            crowding = self._chooser.times.model(self._facts.model).crowding
+            crowding.add((self._crowd + self._decoder.decoding - 1) / 2, now_s - self._first_s)
 
     def over(self, now_s: float) -> None:
         if self._is_over:
@@ -264,4 +258,4 @@ class LearntChoice(Choice):
         self._computer.line.lost(self._number, now_s)
         decoder = self._decoder
         decoder.decoding -= 1
-        decoder.reserved = max(0.0, decoder.reserved - self._reserved) if decoder.decoding else 0.0
+        decoder.reserved = max(0.0, decoder.reserved - self._facts.tokens) if decoder.decoding else 0.0

@@ -69,7 +69,7 @@ class Line:
         self._said = self._presumed = NO_AMOUNT
         """Of those that ended in this busy period."""
         self._unheard_s = 0.0
-        """Until when it computes those whose end is not heard."""
+        """Until when the worker computes the prompts whose ends are not heard."""
         self._arrivals = 0.0
         self._arrived_s = 0.0
 

@@ -88,7 +88,7 @@ class Prefixes:
             holder = self._holders[ref] = _Holder(ref, capacity)
             self._turns.append(holder)
         holder.capacity = capacity
-        age = self._put(holder, chain, len(chain.keys)) / holder.reach if holder.reach > 0 else 0.0
+        age = self._put(holder, chain) / holder.reach if holder.reach > 0 else 0.0
         while holder.used > min(holder.capacity, holder.reach) and holder.order:
             self._drop(holder, next(iter(holder.order)))
         self._bound()
@@ -114,14 +114,6 @@ class Prefixes:
         elif aged > holder.reach / 2:
             holder.reach = min(holder.capacity, holder.reach * (1.0 + REACH_GAIN))
 
-    def cut(self, ref: AgentRef, chain: Chain, size: int) -> None:
-        """The worker holds no more than ``size`` bytes of the prompt."""
-        holder = self._holders.get(ref)
-        if holder is not None:
-            for key, there in zip(chain.keys, chain.sizes, strict=True):
-                if there > size and key in holder.order:
-                    self._drop(holder, key)
-
     def forget(self, ref: AgentRef) -> None:
         """The worker is gone, or has cleared its cache."""
         holder = self._holders.pop(ref, None)
@@ -129,11 +121,11 @@ class Prefixes:
             holder.is_lost = True
             self._lost.append(holder)
 
-    def _put(self, holder: _Holder, chain: Chain, count: int) -> float:
+    def _put(self, holder: _Holder, chain: Chain) -> float:
         """Returns how much was put in since the oldest part of it that was there was used."""
         order = holder.order
         oldest: float | None = None
-        for at in range(count - 1, -1, -1):  # the end first, so that the head is used last and stays longest
+        for at in range(len(chain.keys) - 1, -1, -1):  # the end first, so that the head is used last and stays longest
             key = chain.keys[at]
             fact = order.get(key)
             if fact is None:
@@ -154,8 +146,8 @@ class Prefixes:
                 oldest = age if oldest is None else max(oldest, age)
             order[key] = (size, holder.volume, uses + 1.0)
             order.move_to_end(key)
-        if oldest is not None and count:
-            holder.remember(chain.keys[count - 1], oldest)
+        if oldest is not None:
+            holder.remember(chain.keys[-1], oldest)
         return oldest or 0.0
 
     def _drop(self, holder: _Holder, key: int) -> None:

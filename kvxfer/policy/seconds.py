@@ -10,8 +10,8 @@ weight stands between them; while nothing is learnt they are 0.0 and `LeastLoade
 - **What others lose**: those that will come to P in the meantime wait as long as this one takes (Pigou's external cost
   of a queue: arrivals within its time, each delayed by it); what a full cache forgets for it must be computed again, as
   often as such content was asked for lately; what it leaves there is a gain, where many prompts begin alike and the
-  workers that have it are busy; the streams that D has run more slowly; a prompt that D computes itself
-  makes all of them wait.
+  workers that have it are busy; the streams that D has run more slowly; a prompt that D computes itself makes all of
+  them wait.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Seconds:
         worker, model = self._times.worker(candidate.member.ref), self._model
         if tokens is None or worker.reserved <= 0 or not worker.decoding or model.crowding.mean_s <= 0:
             return 0.0
-        lacking = worker.reserved + self._facts.tokens + model.answer_tokens - tokens
+        lacking = worker.reserved + self._facts.tokens - tokens
         if lacking <= 0:
             return 0.0
         # Streams end one after another: what they hold, in the time that one of them takes.
@@ -126,18 +126,18 @@ class Seconds:
 
     def prefill(self, candidate: Candidate) -> Cost:
         amount = self.prompt(candidate).total_s
-        return Cost(of_share(amount, candidate.share, self._model.mean_s), *LEAST_LOADED.prefill(candidate)[:1])
+        return Cost(of_share(amount, candidate.share, self._model.mean_s), LEAST_LOADED.prefill(candidate).amount)
 
     def decode(self, candidate: Candidate) -> Cost:
         amount = self.room_s(candidate) + self.crowd_s(candidate)
-        return Cost(of_share(amount, candidate.share, self._model.mean_s), *LEAST_LOADED.decode(candidate)[:1])
+        return Cost(of_share(amount, candidate.share, self._model.mean_s), LEAST_LOADED.decode(candidate).amount)
 
     def alone(self, candidate: Candidate) -> Cost:
         """A decoder that computes a prompt makes its streams wait for all of it."""
         prompt = self.prompt(candidate)
         stalled_s = prompt.compute_s * candidate.decode_inflight
         amount = prompt.total_s + stalled_s + self.room_s(candidate) + self.crowd_s(candidate)
-        return Cost(of_share(amount, candidate.share, self._model.mean_s), *LEAST_LOADED.decode(candidate)[:1])
+        return Cost(of_share(amount, candidate.share, self._model.mean_s), LEAST_LOADED.decode(candidate).amount)
 
     def between(self, source: Candidate, destination: Candidate, *, is_equal: bool) -> Cost:
         far = distance(source, destination, is_equal=is_equal)

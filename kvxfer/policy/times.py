@@ -1,8 +1,7 @@
 """What a router has learnt of its workers' times: prompts, transfers, streams, all by its own clock.
 
 Decides what of one request's course is a measurement of what. Workers' own words count only as tokens, never as times,
-and only while their times agree with them. It must never know a
-choice, a clock or a request.
+and only while their times agree with them. It must never know a choice, a clock or a request.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from kvxfer.policy.curves import FACTOR_MEMORY, OUTLIER, Curve, CurveFit, Factor, Slope
+from kvxfer.policy.disagg import CHARS_PER_TOKEN
 from kvxfer.policy.lines import Amount, Line, Measured
 from kvxfer.types import AgentRef
 
 PAIRS_MAX = 4096
 """Pairs whose own transfers are remembered; those that were used last are kept."""
-BYTES_PER_TOKEN = 4.0
-"""Of text, before a worker has counted the tokens of one prompt: a rule of thumb for English (policy/disagg.py)."""
 DOUBT_MAX = 0.1
 """Mean of logarithms: words that explain times worse by more than a tenth are wrong."""
 MEMORY_PROMPTS = 256
@@ -91,10 +89,8 @@ class ModelTimes:
         self.prompts = CurveFit()
         self.crowding = Slope()
         """Seconds that a stream takes longer for each other stream at its worker."""
-        self.bytes_per_token = BYTES_PER_TOKEN
+        self.bytes_per_token = float(CHARS_PER_TOKEN)
         self._texts = 0
-        self.answer_tokens = 0.0
-        """Mean length of an answer; 0 before the first."""
         self.mean_s = 0.0
         """Mean seconds of a prompt."""
 

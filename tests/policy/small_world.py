@@ -158,7 +158,7 @@ class World:
 
         def last(at_s: float) -> None:
             decode.decoding -= 1
-            choice.answered(at_s, tokens=request.answer)
+            choice.answered(at_s)
             choice.over(at_s)
 
 

@@ -83,15 +83,6 @@ def test_random_insertions_stay_within_the_limit(count: int) -> None:
     assert len(prefixes._by_key) <= limit
 
 
-def test_a_cut_prompt_is_not_presumed_beyond_the_cut() -> None:
-    prefixes = Prefixes()
-    prefixes.insert(ref("p"), chain("abcdef"), 1e9)
-    prefixes.insert(ref("q"), chain("abc"), 1e9)
-    prefixes.cut(ref("p"), chain("abcdef"), 2 * STEP)
-    assert prefixes.held(chain("abcdef")).sizes == {ref("p"): 2 * STEP, ref("q"): 3 * STEP}
-    prefixes.cut(ref("nobody"), chain("a"), 0)
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([0.25, 0.5]))
 def test_answers_teach_how_far_back_a_cache_reaches(seed: int, part: float) -> None:

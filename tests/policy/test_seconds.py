@@ -203,7 +203,7 @@ def test_a_lost_worker_is_forgotten_and_its_requests_end_quietly() -> None:
     assert not chooser.facts(prompt).held
     choice.prefilled(1.0, tokens=100, cached=3)
     choice.first_token(2.0)
-    choice.answered(3.0, tokens=5)
+    choice.answered(3.0)
     choice.over(4.0)
     choice.over(5.0)
     assert chooser.times.worker(source.member.ref).line.wait_s(5.0) == 0.0
